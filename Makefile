@@ -10,14 +10,11 @@ INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constra
 DEMO_OUTPUT ?= demo-output
 
 # of the slow tests of several ranks, `make test-all` runs the first: those of the others are for `make test-ranks`
-RANKS_TOO := tests/trainers/test_two_ranks.py tests/trainers/test_ranks_stay_together.py tests/ops/test_split_vocabulary.py \
-	tests/engine/test_splitting.py tests/step/test_split_sequences.py tests/step/test_stages.py
-RANKS_APART := tests/trainers/test_fully_shard.py tests/trainers/test_deepspeed.py tests/trainers/test_sequence_parallel.py \
-	tests/trainers/test_pipeline_parallel.py tests/trainers/test_tensor_parallel.py tests/trainers/test_vocabulary_in_rows.py \
-	tests/trainers/test_loading_by_shards.py tests/trainers/test_long_rows_on_ranks.py \
-	tests/trainers/checkpoints/test_sharded_checkpoints.py \
-	tests/trainers/test_sharded_failures.py tests/trainers/online/test_two_ranks.py tests/methods/test_methods_on_two_ranks.py \
-	tests/exactness/test_matrix_ranks.py tests/ranks tests/planner/sharding tests/cli/test_launch.py tests/cli/test_clusters.py
+RANKS_TOO := tests/trainers/ranks/test_two_ranks.py tests/trainers/ranks/test_ranks_stay_together.py \
+	tests/ops/test_split_vocabulary.py tests/engine/test_splitting.py tests/step/test_split_sequences.py tests/step/test_stages.py
+RANKS_APART := tests/trainers/sharded tests/trainers/checkpoints/test_sharded_checkpoints.py \
+	tests/trainers/online/test_two_ranks.py tests/methods/test_methods_on_two_ranks.py tests/exactness/test_matrix_ranks.py \
+	tests/ranks tests/planner/sharding tests/cli/training/test_launch.py tests/cli/training/test_clusters.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-all test-ranks test-faults test-vllm test-others test-wheel check bench docs site clean

@@ -17,9 +17,9 @@ from lowtide.cli.main import main
 from lowtide.demo.data import make_questions
 from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.demo.preferences import labelled_rows, pair_rows
-from tests.support import classifying, masked_texts, pairs_of_texts, replaced_tokens, tagging, vision_models
-from tests.support.classifiers import classifier
-from tests.support.pages import DOCS, PAGES, command_lines
+from tests.support.models import classifying, masked_texts, pairs_of_texts, replaced_tokens, tagging, vision_models
+from tests.support.models.classifiers import classifier
+from tests.support.pages.pages import DOCS, PAGES, command_lines
 
 QUESTIONS = make_questions(10, seed=0)[0][:16]
 MODELS = (
@@ -36,17 +36,17 @@ SMALL = {
 ELSEWHERE = {  # by a word of the command, what runs it, or why nothing here can
     "merge": "tests/cli/test_merge.py",
     "demo": "tests/demo",
-    "gpus": "tests/cli/test_gpus.py",
+    "gpus": "tests/cli/planning/test_gpus.py",
     "page": "tests/docs_site",
     "vllm-serve": "tests/with_vllm",
     "--use_vllm": "tests/with_vllm",
     "--push_to_hub": "needs the hub",
-    "--deepspeed": "tests/trainers/test_deepspeed.py",
-    "--fsdp": "tests/trainers/test_fully_shard.py",
+    "--deepspeed": "tests/trainers/sharded/test_deepspeed.py",
+    "--fsdp": "tests/trainers/sharded/test_fully_shard.py",
     "--devices": "tests/planner/sharding",
     "examples/recipes/llama-8b-8-gpus.yaml": "needs 8 processes",
     "examples/recipes/million-tokens.yaml": "needs 8 processes",
-    "hidden_size=512,num_hidden_layers=8": "tests/trainers/test_pretrain.py, with fewer weights",
+    "hidden_size=512,num_hidden_layers=8": "tests/trainers/methods/test_pretrain.py, with fewer weights",
     "--torch_compile": "tests/memory",
     "--use_liger_kernel": "needs a GPU",
     "--report_to": "tests/with_others",

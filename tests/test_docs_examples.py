@@ -21,7 +21,7 @@ from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
 from lowtide.cli.run_file import read_run_file
 from lowtide.cli.train import options_of_command
-from tests.support.pages import DOCS, PAGES, command_lines, fenced
+from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced
 
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
 TRAINERS = (

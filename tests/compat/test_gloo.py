@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from lowtide.compat.gloo import exchange_between_ranks, gather_from_ranks, sum_own_of_ranks
-from tests.support.processes import run_ranks
-from tests.support.sharded_training import meeting_place, rank_of
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
 
 RANKS = 3
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

@@ -29,7 +29,7 @@ import lowtide
 from lowtide.compat import transformers as inside
 from lowtide.compat.trainer_optimizers import groups_as_on_one_rank
 from lowtide.compat.transformers import HOOKS, USED, Hook, find_packed_rows_where
-from tests.support.vision_models import vision_model
+from tests.support.models.vision_models import vision_model
 
 TRAINERS = Path(lowtide.__file__).parent / "trainers"
 TINY = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.chatml import CHATML, MARKED_CHATML
+from tests.support.texts.chatml import CHATML, MARKED_CHATML
 
 CORPUS = [
     "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",

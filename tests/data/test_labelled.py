@@ -9,7 +9,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value, load_dataset
 
 from lowtide.data.formats.columns import warn_of_unused
 from lowtide.data.labelled import LabelOptions, found_labels, prepare_labelled
-from tests.support.classifying import tokenizer
+from tests.support.models.classifying import tokenizer
 
 SINGLE, MULTIPLE, REGRESSION = "single_label_classification", "multi_label_classification", "regression"
 PIECES = tokenizer()

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from lowtide.data.encode.masked import MaskedEncoder, MaskedOptions
 from lowtide.data.prepare import prepare
-from tests.support.masked_texts import CLS, MASK, SEP, texts, tokenizer
+from tests.support.models.masked_texts import CLS, MASK, SEP, texts, tokenizer
 
 
 def prepared(rows: Any, *, packing: bool = False, **options: Any) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from lowtide.data.batches.packing import pack
 from lowtide.data.cache.fingerprint import function_fingerprint
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.sources.load import load_rows
-from tests.support.chatml import MARKED_CHATML
+from tests.support.texts.chatml import MARKED_CHATML
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from lowtide.data.source_target import SourceTargetOptions, prepare_pairs_of_texts
-from tests.support.pairs_of_texts import END, multilingual, rows, tokenizer
+from tests.support.models.pairs_of_texts import END, multilingual, rows, tokenizer
 
 ONE = {"w1 w2": [6, 7, END], "w3": [8, END]}
 

@@ -11,8 +11,8 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from lowtide.data.batches.token_rows import IGNORED
 from lowtide.data.encode.tagged_rows import owners
 from lowtide.data.tags import TagOptions, labels_of, prepare_tags
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.tagging import TAGS, dataset, tokenizer
+from tests.support.models.tagging import TAGS, dataset, tokenizer
+from tests.support.texts.byte_tokenizer import byte_tokenizer
 
 PIECES = tokenizer()
 ROW = {"tokens": ["abc", "d", "ca"], "ner_tags": ["B-PER", "O", "I-LOC"]}

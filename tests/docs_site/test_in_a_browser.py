@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import CHROMIUM, browser
+from tests.support.pages.browser import CHROMIUM, browser
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = "404.html"

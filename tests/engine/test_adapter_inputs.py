@@ -9,7 +9,7 @@ import torch
 from lowtide.engine import forward
 from lowtide.engine.forward import compute_in, install
 from lowtide.ops.target import planning_for
-from tests.support.tiny_models import assert_same, build, gradients, loss_of, separate, with_adapters
+from tests.support.models.tiny_models import assert_same, build, gradients, loss_of, separate, with_adapters
 
 
 def adapted(*, own: bool, **options):

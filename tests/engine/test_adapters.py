@@ -9,7 +9,8 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
 from lowtide.engine.weights.loading import adapt, load_model
 from lowtide.ragged import RaggedBatch
-from tests.support.adapted_models import (
+from tests.support.marks import slow_but
+from tests.support.models.adapted_models import (
     CASES,
     HIDDEN,
     QUANTIZED,
@@ -21,7 +22,6 @@ from tests.support.adapted_models import (
     quantized,
     torchao,
 )
-from tests.support.marks import slow_but
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]
 

@@ -9,7 +9,7 @@ import torch
 
 from lowtide.engine.forward import install, score
 from lowtide.ragged import RaggedBatch
-from tests.support.architectures import build
+from tests.support.models.architectures import build
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12, 13]]
 

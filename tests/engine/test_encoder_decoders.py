@@ -19,7 +19,7 @@ from lowtide.engine.probe import probe
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import ShiftedRight
 from tests.support.marks import slow_but
-from tests.support.pairs_of_texts import END, FAMILIES, OF_BART, PAD, build, tokenized, tokenizer
+from tests.support.models.pairs_of_texts import END, FAMILIES, OF_BART, PAD, build, tokenized, tokenizer
 
 MORE = {**FAMILIES, "blenderbot": OF_BART}
 

@@ -19,7 +19,7 @@ from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
 from lowtide.engine.heads.value import Value
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import LastToken
-from tests.support.processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17, 18]]
 RANKS = 2

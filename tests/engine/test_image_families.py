@@ -20,7 +20,7 @@ from lowtide.run.engine import check_causal
 from lowtide.run.inputs.images import check_takes_images
 from lowtide.score_rules import IGNORE
 from tests.support.marks import slow_but
-from tests.support.vision_families import (
+from tests.support.models.vision_families import (
     FAMILIES,
     IMAGE,
     LISTED,

@@ -12,16 +12,7 @@ from lowtide.engine.forward import install, score
 from lowtide.ops.image_positions import GridPositions
 from lowtide.ragged import RaggedBatch, Shown
 from lowtide.score_rules import IGNORE
-from tests.support.vision_models import (
-    FAMILIES,
-    padded,
-    picture,
-    processor,
-    rows,
-    stored,
-    tower,
-    vision_model,
-)
+from tests.support.models.vision_models import FAMILIES, padded, picture, processor, rows, stored, tower, vision_model
 
 
 def reader(family: str) -> ImageReader:

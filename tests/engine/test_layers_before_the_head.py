@@ -16,8 +16,8 @@ from lowtide.engine.heads.own_head import VALUE_HEAD, layers_before_head
 from lowtide.engine.probe import probe
 from lowtide.engine.reference import teacher_states
 from lowtide.ragged import RaggedBatch
-from tests.support.causal_families import tiny_causal
-from tests.support.reference import reference_logprobs
+from tests.support.models.causal_families import tiny_causal
+from tests.support.references.reference import reference_logprobs
 
 ROWS = [[5, 9, 7, 20, 33, 8], [40, 6, 12], [11, 13, 17, 19, 23]]
 WITH_LAYERS = ("bert", "roberta", "electra", "modernbert-decoder", "rembert")

@@ -11,7 +11,7 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from lowtide.engine.forward import install, pad, score
 from lowtide.engine.noise import row_lengths, set_noise
 from lowtide.ragged import RaggedBatch
-from tests.support.reference import gradients
+from tests.support.references.reference import gradients
 
 ALPHA, HIDDEN = 40.0, 32  # much noise, so that it shows
 

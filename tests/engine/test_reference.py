@@ -7,7 +7,7 @@ import torch
 
 from lowtide.engine.forward import install
 from lowtide.engine.reference import FrozenModel
-from tests.support.adapted_models import MERGED, QUANTIZED, adapted, build, quantized
+from tests.support.models.adapted_models import MERGED, QUANTIZED, adapted, build, quantized
 
 TIED = {name for name in MERGED if "tied" in name and "saved" not in name}
 

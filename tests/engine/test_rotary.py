@@ -10,7 +10,7 @@ from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
 from lowtide.engine.rotary import kinds_by_length, rows_alike
 from lowtide.ragged import RaggedBatch
-from tests.support.tiny_models import SIZES, assert_close, build, checkpointed, gradients, tokens, with_adapters
+from tests.support.models.tiny_models import SIZES, assert_close, build, checkpointed, gradients, tokens, with_adapters
 
 LIMIT = 12
 LENGTHS = (7, 30, LIMIT, 13, 3, 25)

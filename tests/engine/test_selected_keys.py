@@ -13,9 +13,9 @@ from lowtide.engine.attention import OWN_MASK
 from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
 from lowtide.ragged import RaggedBatch
-from tests.support.architectures import COMMON, build, randomize
-from tests.support.causal_families import tiny_causal, tiny_config
-from tests.support.reference import reference_logprobs
+from tests.support.models.architectures import COMMON, build, randomize
+from tests.support.models.causal_families import tiny_causal, tiny_config
+from tests.support.references.reference import reference_logprobs
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {

@@ -23,10 +23,10 @@ from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.sharding import Sharding
 from lowtide.score_rules import IGNORE, LastToken
-from tests.support import architectures, preference_models
-from tests.support.live_bytes import LivingBytes
-from tests.support.processes import run_ranks
-from tests.support.tiny_models import build, checkpointed, separate, shared, tokens, with_adapters
+from tests.support.memory.live_bytes import LivingBytes
+from tests.support.models import architectures, preference_models
+from tests.support.models.tiny_models import build, checkpointed, separate, shared, tokens, with_adapters
+from tests.support.ranks.processes import run_ranks
 
 WANT = Want(entropies=True, mean_logprobs=True, top1=True)
 

@@ -12,7 +12,7 @@ from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.token_value import TokenValue, WithValues
 from lowtide.ragged import RaggedBatch
 from lowtide.step.models import Models
-from tests.support.preference_models import build
+from tests.support.models.preference_models import build
 
 
 @pytest.mark.parametrize("head", [WithValues, TokenValue])

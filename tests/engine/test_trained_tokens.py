@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.engine.adapters import adapters_off
 from lowtide.engine.forward import install, score
 from lowtide.ragged import RaggedBatch
-from tests.support.adapted_models import build
+from tests.support.models.adapted_models import build
 
 TOKENS = [5, 9, 70]
 ROWS = [[3, 5, 9, 9, 40, 5], [70, 8, 2, 95, 70]]

@@ -11,10 +11,10 @@ import contextlib
 import io
 
 from tests.support.heap import young_heap
-from tests.support.matrix import TECHNIQUES, Cell, cell
-from tests.support.matrix_models import EVERY_TRAINER
-from tests.support.matrix_page import OF_RANKS, OPENING_OF_RANKS, PAGE, page
-from tests.support.ranks_matrix import WAYS, cells_of, techniques
+from tests.support.matrix.matrix import TECHNIQUES, Cell, cell
+from tests.support.matrix.matrix_models import EVERY_TRAINER
+from tests.support.matrix.matrix_page import OF_RANKS, OPENING_OF_RANKS, PAGE, page
+from tests.support.matrix.ranks_matrix import WAYS, cells_of, techniques
 
 
 def main() -> None:

@@ -16,10 +16,10 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.loading import load_model
-from tests.support import matrix
 from tests.support.marks import slow_but
-from tests.support.matrix import ACTED, PLAIN, TECHNIQUES, Run, check_equal, with_it
-from tests.support.matrix_models import TRAINERS
+from tests.support.matrix import matrix
+from tests.support.matrix.matrix import ACTED, PLAIN, TECHNIQUES, Run, check_equal, with_it
+from tests.support.matrix.matrix_models import TRAINERS
 
 LEAN = ("gradient checkpointing", "activation offloading", "tiled MLP", "token budget")
 """Together in one run."""

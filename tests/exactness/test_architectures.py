@@ -19,9 +19,9 @@ from lowtide.engine.probe import probe
 from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE
-from tests.support.architectures import FIRST_TOKEN, PADDED, RAGGED, TYPICAL, TYPICAL_OF_ALL, VOCAB, build
 from tests.support.marks import slow_but
-from tests.support.reference import gradient_errors, gradients, reference_logprobs
+from tests.support.models.architectures import FIRST_TOKEN, PADDED, RAGGED, TYPICAL, TYPICAL_OF_ALL, VOCAB, build
+from tests.support.references.reference import gradient_errors, gradients, reference_logprobs
 
 TOLERANCE = 1e-5
 

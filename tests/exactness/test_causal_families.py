@@ -14,8 +14,8 @@ from datasets import Dataset
 from torch import Tensor
 
 from lowtide import SFTConfig, SFTTrainer
-from tests.support.causal_families import LISTED, REFUSED, UNTRIED, tiny_causal
 from tests.support.marks import slow_but
+from tests.support.models.causal_families import LISTED, REFUSED, UNTRIED, tiny_causal
 
 LENGTHS = (9, 17, 5, 70)
 """Of rows: shorter and longer than windows, and than what an indexer chooses."""

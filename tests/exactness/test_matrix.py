@@ -8,9 +8,9 @@ import pytest
 
 from docs_site.matrix_table import words_of
 from tests.support.marks import slow_but
-from tests.support.matrix import TECHNIQUES, cell, check_pair, pairs
-from tests.support.matrix_models import EVERY_TRAINER
-from tests.support.matrix_page import PAGE
+from tests.support.matrix.matrix import TECHNIQUES, cell, check_pair, pairs
+from tests.support.matrix.matrix_models import EVERY_TRAINER
+from tests.support.matrix.matrix_page import PAGE
 
 page = functools.cache(lambda: words_of(PAGE))
 

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import pytest
 
 from docs_site.matrix_table import words_of
-from tests.support.matrix import TECHNIQUES
-from tests.support.matrix_page import OF_RANKS
-from tests.support.ranks_matrix import NEEDS, WAYS, cells_of, techniques
+from tests.support.matrix.matrix import TECHNIQUES
+from tests.support.matrix.matrix_page import OF_RANKS
+from tests.support.matrix.ranks_matrix import NEEDS, WAYS, cells_of, techniques
 
 
 @pytest.mark.slow

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.support.architectures import FIRST_TOKEN, PADDED, RAGGED, TYPICAL_OF_ALL, VOCAB, build, tiny_config
 from tests.support.marks import slow_but
-from tests.support.reference import gradient_errors, gradients, reference_logprobs
+from tests.support.models.architectures import FIRST_TOKEN, PADDED, RAGGED, TYPICAL_OF_ALL, VOCAB, build, tiny_config
+from tests.support.references.reference import gradient_errors, gradients, reference_logprobs
 
 ROUNDING = 2e-5
 """Relative distance of gradients; 1.2e-5 is seen, where qwen3_next's gated delta rule takes rows in chunks."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.marks import slow_but
-from tests.support.matrix import (
+from tests.support.matrix.matrix import (
     ACTED,
     BITWISE,
     ONLINE,

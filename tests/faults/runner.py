@@ -23,7 +23,7 @@ from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.support.processes import PRELOAD
+from tests.support.ranks.processes import PRELOAD
 from tests.support.signals import in_the_foreground
 
 from .case import CONTEXT, Case, print_to

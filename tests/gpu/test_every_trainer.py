@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.matrix import check_equal, make, watched
+from tests.support.matrix.matrix import check_equal, make, watched
 
 KINDS = (
     "SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "BCO", "GKD", "Pretrain", "Seq2Seq",

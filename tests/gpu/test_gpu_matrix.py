@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import matrix
-from tests.support.matrix import COMMON, TECHNIQUES, cell, check_equal, known_run
+from tests.support.matrix import matrix
+from tests.support.matrix.matrix import COMMON, TECHNIQUES, cell, check_equal, known_run
 
 ON_CUDA = {"use_cpu": False, "bf16": False, "tf32": False}
 WITHIN = 5e-3

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lowtide.engine.forward import install, score
 from lowtide.memory.activations.offloading import ActivationOffload
-from tests.support.gpu_batch import batch
+from tests.support.memory.gpu_batch import batch
 
 CUDA = torch.device("cuda")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.cuda_sft import build, losses, rows, train
+from tests.support.runs.cuda_sft import build, losses, rows, train
 
 VOCAB, LONGEST = 500, 2000
 OPTIONS = {

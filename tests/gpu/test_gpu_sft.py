@@ -5,7 +5,7 @@ import torch
 from transformers import Gemma2Config
 
 from lowtide.ops.linear_logprobs import CHUNK_BYTES
-from tests.support.cuda_sft import SHAPE, build, losses, rows, train
+from tests.support.runs.cuda_sft import SHAPE, build, losses, rows, train
 
 FAMILIES = {
     "llama": {},

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.host_batches import CASES, runner
+from tests.support.runs.host_batches import CASES, runner
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
-from tests.support.cuda_sft import build, losses, rows, train
+from tests.support.runs.cuda_sft import build, losses, rows, train
 
 FAMILIES = {
     "llama": {"family": LlamaConfig},

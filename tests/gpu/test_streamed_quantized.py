@@ -8,7 +8,7 @@ from transformers import BitsAndBytesConfig
 
 from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import stream_of
-from tests.support.streamed_runs import assert_like, assert_resumes, dpo, outcome, saved, sft
+from tests.support.runs.streamed_runs import assert_like, assert_resumes, dpo, outcome, saved, sft
 
 ON_CUDA = {"use_cpu": False, "bf16": False, "tf32": False, "optim": "sgd"}
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowtide.engine.forward import install, score
 from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import WeightStream
-from tests.support.gpu_batch import batch
+from tests.support.memory.gpu_batch import batch
 
 CUDA = torch.device("cuda")
 LAYERS = 12

@@ -11,7 +11,7 @@ from lowtide.memory.optimizers.streamed_states import StreamedStates
 from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.run.streamed_weights import attach_trained
 from lowtide.step.in_backward import InBackward
-from tests.support.gpu_batch import batch
+from tests.support.memory.gpu_batch import batch
 
 CUDA = torch.device("cuda")
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from lowtide.memory.allocators import host_heap
-from tests.support.matrix import ACTED, TECHNIQUES, make, with_it
-from tests.support.storages import Storages
+from tests.support.matrix.matrix import ACTED, TECHNIQUES, make, with_it
+from tests.support.memory.storages import Storages
 
 EVERY, STEPS = 8, 120
 """Steps between marks, and in all."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.matrix import classes, make, watched
+from tests.support.matrix.matrix import classes, make, watched
 
 
 @pytest.mark.parametrize("policy", ["full", "attention", "matmul"])

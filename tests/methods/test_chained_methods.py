@@ -36,7 +36,7 @@ from lowtide.step.recovery import surviving_step
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
-from tests.support.preference_models import assert_equal, build, gradients, policy_and_reference
+from tests.support.models.preference_models import assert_equal, build, gradients, policy_and_reference
 
 CAP = Limits(tokens=16)
 LENGTHS = [(41, 5, 38), (7, 20, 3), (33, 2, 9), (4, 3, 4), (17, 40, 33)]

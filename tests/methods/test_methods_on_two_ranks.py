@@ -22,10 +22,10 @@ from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
-from tests.support.preference_models import assert_equal, build, gradients
-from tests.support.preference_models import pair_rows as pairs
-from tests.support.preference_models import unpaired_rows as unpaired
-from tests.support.processes import run_ranks
+from tests.support.models.preference_models import assert_equal, build, gradients
+from tests.support.models.preference_models import pair_rows as pairs
+from tests.support.models.preference_models import unpaired_rows as unpaired
+from tests.support.ranks.processes import run_ranks
 
 pytestmark = pytest.mark.slow
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))

@@ -27,7 +27,7 @@ from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
-from tests.support.parity_world import build_model, lora, sums, tokenizer
+from tests.support.references.parity_world import build_model, lora, sums, tokenizer
 
 PLAIN: dict[str, Any] = {
     "per_device_train_batch_size": 4,

@@ -28,11 +28,11 @@ from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.recovery import surviving_optimizer_step, surviving_step
 from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
-from tests.support.preference_models import build, gradients
-from tests.support.preference_models import pair_rows as pairs
-from tests.support.preference_models import unpaired_rows as unpaired
-from tests.support.processes import run_ranks
-from tests.support.sabotage import PLACES, out_of_memory
+from tests.support.models.preference_models import build, gradients
+from tests.support.models.preference_models import pair_rows as pairs
+from tests.support.models.preference_models import unpaired_rows as unpaired
+from tests.support.ranks.processes import run_ranks
+from tests.support.runs.sabotage import PLACES, out_of_memory
 
 NLL = TokenObjective(LOSSES["nll"])
 

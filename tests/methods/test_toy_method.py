@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import lowtide
 from lowtide.cli.main import main
 from lowtide.methods import METHODS, MethodRow
-from tests.support import small_sft
-from tests.support.toy_method import FloorOptions
+from tests.support.runs import small_sft
+from tests.support.runs.toy_method import FloorOptions
 
 DESCRIBED = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 COMMON: dict[str, Any] = {
@@ -32,7 +32,7 @@ COMMON: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _row(monkeypatch):
     """The one row."""
-    row = MethodRow("Floor", "likelihood above a floor", "tests.support.toy_method")
+    row = MethodRow("Floor", "likelihood above a floor", "tests.support.runs.toy_method")
     monkeypatch.setitem(METHODS.rows, "floor", row)
 
 

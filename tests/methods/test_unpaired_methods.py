@@ -20,7 +20,7 @@ from lowtide.step.models import Models
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
-from tests.support.preference_models import (
+from tests.support.models.preference_models import (
     CUTS,
     assert_equal,
     dense,

@@ -12,7 +12,7 @@ from lowtide.ops import attention_flash, attention_flex
 from lowtide.ops.attention_grouped import grouped_attention
 from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.varlen_attention import BACKENDS, varlen_attention
-from tests.support.dense_attention import LENGTHS, VARIANTS, dense, ragged
+from tests.support.references.dense_attention import LENGTHS, VARIANTS, dense, ragged
 
 SIGHTS = {
     "causal": Sight(),

@@ -10,7 +10,7 @@ from lowtide.ops.attention_plan import AttentionPlan, Rules
 from lowtide.ops.chained_attention import chained_attention
 from lowtide.ops.piece_keys import PieceKeys
 from lowtide.step import cut
-from tests.support.dense_attention import VARIANTS, dense, ragged
+from tests.support.references.dense_attention import VARIANTS, dense, ragged
 
 ROWS = {
     "one segment": ([37], [-1]),

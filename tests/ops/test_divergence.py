@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lowtide.ops.linear_logprobs import ChunkedHead, Projection, Teacher, Term, Want, linear_loss
-from tests.support.live_bytes import LivingBytes
+from tests.support.memory.live_bytes import LivingBytes
 
 BETAS = [0.0, 0.1, 0.5, 1.0]
 PROJECTIONS = {

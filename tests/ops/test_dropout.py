@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.dropout import dropout, written_attention
 from lowtide.ops.varlen_attention import varlen_attention
-from tests.support.dense_attention import ragged
+from tests.support.references.dense_attention import ragged
 
 RATE = 0.3
 

@@ -17,7 +17,7 @@ from lowtide.ops.embedding import embed_tokens
 from lowtide.ops.linear_logprobs import Projection, Teacher, Term, TokenStats, Want, linear_logprobs, linear_loss
 from lowtide.ops.split_vocabulary import SplitVocabulary
 from tests.support.marks import slow_but
-from tests.support.processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 EVERYTHING = Want(entropies=True, mean_logprobs=True, top1=True, collisions=True)
 SCORES = (7, 0, 12, 3)

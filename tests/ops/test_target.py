@@ -12,7 +12,7 @@ from lowtide.ops.logit_rows import Projection, Slopes, TorchRows, Want
 from lowtide.ops.rows_of import rows_of
 from lowtide.ops.target import Target, planning_for, target_of
 from lowtide.ops.triton_rows import TritonRows
-from tests.support.dense_attention import ragged
+from tests.support.references.dense_attention import ragged
 
 
 def test_a_tensor_is_where_it_lies_unless_another_device_is_planned_for():

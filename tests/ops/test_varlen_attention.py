@@ -8,8 +8,8 @@ from lowtide.ops.attention_plan import Rules, Sight
 from lowtide.ops.target import planning_for
 from lowtide.ops.varlen_attention import BACKENDS, AttentionPlan, varlen_attention
 from lowtide.ragged import RaggedBatch
-from tests.support.dense_attention import LENGTHS, VARIANTS, dense, ragged
 from tests.support.marks import slow_but
+from tests.support.references.dense_attention import LENGTHS, VARIANTS, dense, ragged
 
 
 @pytest.mark.parametrize("causal", [True, False])

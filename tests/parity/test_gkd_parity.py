@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.parity_world import (
+from tests.support.references.parity_world import (
     COMMON,
     FIRST_STEPS,
     SMALL,

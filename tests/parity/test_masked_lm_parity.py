@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification, Trainer, TrainingArguments
 
 from tests.support.marks import slow_but
-from tests.support.masked_texts import COMMON, FAMILIES, PAD, build, make, texts, tokenizer
+from tests.support.models.masked_texts import COMMON, FAMILIES, PAD, build, make, texts, tokenizer
 
 STEPS = 20
 SETTINGS = {**COMMON, "max_steps": STEPS, "train_sampling_strategy": "sequential", "learning_rate": 1e-3}

@@ -16,7 +16,7 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from tests.support.parity_world import (
+from tests.support.references.parity_world import (
     COMMON,
     FIRST_STEPS,
     STEPS,

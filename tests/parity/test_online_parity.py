@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from tests.support.parity_world import (
+from tests.support.references.parity_world import (
     COMMON,
     FIRST_STEPS,
     STEPS,

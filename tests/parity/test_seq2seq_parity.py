@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from tests.support.marks import slow_but
-from tests.support.pairs_of_texts import COMMON, FAMILIES, build, make, tokenized, tokenizer
+from tests.support.models.pairs_of_texts import COMMON, FAMILIES, build, make, tokenized, tokenizer
 
 STEPS = 20
 SETTINGS = {**COMMON, "max_steps": STEPS, "train_sampling_strategy": "sequential", "per_device_eval_batch_size": 8}

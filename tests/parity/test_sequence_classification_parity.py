@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
-from tests.support.classifying import classifier, dataset, tokenizer, trainer
 from tests.support.marks import slow_but
+from tests.support.models.classifying import classifier, dataset, tokenizer, trainer
 
 STEPS = 20
 SAME: dict[str, Any] = {

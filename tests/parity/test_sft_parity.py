@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from tests.support.marks import slow_but
-from tests.support.parity_world import (
+from tests.support.references.parity_world import (
     COMMON,
     FIRST_STEPS,
     STEPS,

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, Trainer, TrainingArguments
 
 from tests.support.marks import slow_but
-from tests.support.tagging import TAGS, dataset, tagger, tokenizer, trainer
+from tests.support.models.tagging import TAGS, dataset, tagger, tokenizer, trainer
 
 STEPS = 20
 SAME: dict[str, Any] = {

@@ -18,8 +18,8 @@ from peft import LoraConfig
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from tests.support.marks import slow_but
-from tests.support.parity_world import COMMON, FIRST_STEPS, STEPS, train
-from tests.support.vision_models import FAMILIES, processor, rows, vision_model
+from tests.support.models.vision_models import FAMILIES, processor, rows, vision_model
+from tests.support.references.parity_world import COMMON, FIRST_STEPS, STEPS, train
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
 lowtide = pytest.importorskip("lowtide")

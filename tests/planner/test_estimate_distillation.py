@@ -16,8 +16,8 @@ from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing_process import tracing_here
 from lowtide.planning import estimate_method
 from lowtide.run.options.configs import method_of
-from tests.support.distilling import talks
-from tests.support.parity_world import tokenizer
+from tests.support.references.parity_world import tokenizer
+from tests.support.runs.distilling import talks
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,

@@ -10,11 +10,11 @@ import lowtide
 from lowtide import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowtide.planner.estimate import BESIDE_TENSORS
 from lowtide.run.writing import Writer
-from tests.support.live_bytes import LivingBytes
 from tests.support.marks import slow_but
-from tests.support.online_runs import even_tokens
-from tests.support.vision_families import family_config
-from tests.support.vision_models import CONFIGS, FAMILIES, conversations, processor, rows, stored, vision_model
+from tests.support.memory.live_bytes import LivingBytes
+from tests.support.models.vision_families import family_config
+from tests.support.models.vision_models import CONFIGS, FAMILIES, conversations, processor, rows, stored, vision_model
+from tests.support.runs.online_runs import even_tokens
 
 
 def described(family: str) -> Any:

@@ -19,7 +19,7 @@ from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.planning import estimate, plan
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.budget import fit_budget
-from tests.support.sabotage import out_of_memory
+from tests.support.runs.sabotage import out_of_memory
 
 TEXTS = [{"text": "17 + 5 = 22 " * count} for count in (4, 8, 16, 30)] * 2
 PAIRS = [{"prompt": "17 + 5 = ", "chosen": "22", "rejected": "3 4"}] * 8

@@ -9,6 +9,6 @@ from __future__ import annotations
 
 import sys
 
-from tests.support.ten_steps import compare
+from tests.support.ranks.ten_steps import compare
 
 sys.exit(compare(sys.argv[1:], __doc__))

@@ -8,7 +8,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from lowtide.ranks import failures
-from tests.support.processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 
 def leave_twice(rank: int, folder: str) -> None:

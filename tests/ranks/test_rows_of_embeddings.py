@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide.ranks import replicas
-from tests.support.processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 TOKENS, HIDDEN = 64, 6
 FEW = [[3, 9, 9], [9, 60], [0, 3], [63]]

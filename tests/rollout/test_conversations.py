@@ -12,8 +12,8 @@ from lowtide.rollout.conversations import ToolUse
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.turns import Turns
 from tests.rollout.chat_templates import CALLS, TEMPLATES, add, call, trl_template
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.processes import run_ranks
+from tests.support.ranks.processes import run_ranks
+from tests.support.texts.byte_tokenizer import byte_tokenizer
 
 
 async def look_up(word: str) -> str:

@@ -13,8 +13,8 @@ from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.tools import answer_calls
 from lowtide.rollout.turns import Turns
 from tests.rollout.chat_templates import HERMES_TEMPLATE, add, call
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.chatml import CHATML
+from tests.support.texts.byte_tokenizer import byte_tokenizer
+from tests.support.texts.chatml import CHATML
 
 
 class Counter:

@@ -9,8 +9,8 @@ import torch
 from lowtide.rollout.calls import Caller
 from lowtide.rollout.judges import BasePairwiseJudge, RandomPairwiseJudge, RewardJudge, judge_pairs
 from lowtide.rollout.rewards.rewards import Rewards
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.classifiers import classifier
+from tests.support.models.classifiers import classifier
+from tests.support.texts.byte_tokenizer import byte_tokenizer
 
 PROMPTS = ["Why?", "How many?", "Who?"]
 PAIRS = [["a", "bb"], ["ccc", "d"], ["e", "f"]]

@@ -4,8 +4,8 @@ import pytest
 
 from lowtide.rollout.turns import Turns
 from tests.rollout.chat_templates import HERMES, HERMES_TEMPLATE, trl_template
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.chatml import CHATML
+from tests.support.texts.byte_tokenizer import byte_tokenizer
+from tests.support.texts.chatml import CHATML
 
 SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ANSWER = {"role": "tool", "name": "add", "content": "4"}

@@ -11,7 +11,7 @@ from lowtide.engine import forward
 from lowtide.ranks.sharding import Sharding
 from lowtide.run import engine as setup
 from lowtide.run.engine import install_engine
-from tests.support.matrix import build
+from tests.support.matrix.matrix import build
 
 
 def arguments(**given) -> Any:

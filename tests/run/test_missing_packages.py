@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.cli.main import main
 from lowtide.engine.weights.load_errors import to_install
-from tests.support.matrix import build, rows, tokenizer
+from tests.support.matrix.matrix import build, rows, tokenizer
 
 OPTIMIZERS = {
     "grokadamw": "grokadamw",

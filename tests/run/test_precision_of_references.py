@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.marks import slow_but
-from tests.support.matrix import make, watched
+from tests.support.matrix.matrix import make, watched
 
 WAYS = {
     "float32": {},

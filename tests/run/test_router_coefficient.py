@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lowtide.engine.forward import install, score
 from lowtide.ranks.sharding import Sharding
 from lowtide.run.engine import router_coefficient
-from tests.support.architectures import COMMON, RAGGED
-from tests.support.architectures import build as build_known
-from tests.support.tiny_models import separate
+from tests.support.models.architectures import COMMON, RAGGED
+from tests.support.models.architectures import build as build_known
+from tests.support.models.tiny_models import separate
 
 ALONE = Sharding.read(None, devices=1)
 WITHOUT: dict[str, dict[str, Any]] = {"llama": {}, "doge": {}, "llama4_text": RAGGED["llama4"][1], "mimo_v2_flash": {}}

@@ -13,7 +13,7 @@ from trl.trainer.kto_trainer import DataCollatorForVisionUnpairedPreference as T
 from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling as TheirTexts
 
 import lowtide
-from tests.support.vision_models import FAMILIES, picture, processor, stored, vision_model
+from tests.support.models.vision_models import FAMILIES, picture, processor, stored, vision_model
 
 WORDS = ["short", "a longer answer", "words"]
 

@@ -24,9 +24,9 @@ from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits, cut_rows
-from tests.support import tiny_models
-from tests.support.architectures import FIRST_TOKEN, RAGGED, TYPICAL, VOCAB, build
 from tests.support.marks import slow_but
+from tests.support.models import tiny_models
+from tests.support.models.architectures import FIRST_TOKEN, RAGGED, TYPICAL, VOCAB, build
 
 NLL = TokenObjective(LOSSES["nll"], want=Want(entropies=True, top1=True))
 CAP = Limits(tokens=16)

@@ -17,7 +17,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import cut, idle_part, split
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import LEAST, Limits, cut_rows
-from tests.support.tiny_llama import tiny_llama
+from tests.support.models.tiny_llama import tiny_llama
 
 
 def pairs(numbers: Sequence[int], least: int = 3, most: int = 60, seed: int = 0, prompts: int = 99) -> RaggedBatch:

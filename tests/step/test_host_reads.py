@@ -11,7 +11,7 @@ import contextlib
 import pytest
 import torch
 
-from tests.support.host_batches import CASES, runner
+from tests.support.runs.host_batches import CASES, runner
 
 
 @pytest.fixture(autouse=True)

@@ -34,9 +34,9 @@ from lowtide.step.rank_sync import NotFinite, OutOfMemory
 from lowtide.step.recovery import surviving_step
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
-from tests.support.preference_models import build, gradients, pair_rows, unpaired_rows
-from tests.support.processes import run_ranks
-from tests.support.tiny_models import assert_close
+from tests.support.models.preference_models import build, gradients, pair_rows, unpaired_rows
+from tests.support.models.tiny_models import assert_close
+from tests.support.ranks.processes import run_ranks
 
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
 UNPAIRED = CompletionCollator(("completion_ids", "kl_completion_ids"), values=("label",))

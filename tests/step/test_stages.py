@@ -21,9 +21,9 @@ from lowtide.ragged import RaggedBatch
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.step.runner import StepOptions, StepRunner
 from lowtide.step.stage_updater import PipelineUpdater
-from tests.support import architectures
-from tests.support.processes import run_ranks
-from tests.support.tiny_models import tokens
+from tests.support.models import architectures
+from tests.support.models.tiny_models import tokens
+from tests.support.ranks.processes import run_ranks
 
 RANKS = 2
 SHARE_KEYS = ("gemma4",)

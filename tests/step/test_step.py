@@ -21,7 +21,7 @@ from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
-from tests.support.processes import run_ranks
+from tests.support.ranks.processes import run_ranks
 
 NLL = TokenObjective(LOSSES["nll"])
 RANK_CASES = {

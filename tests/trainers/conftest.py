@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lowtide.run.options.sharding import sharding_of
-from tests.support import matrix
+from tests.support.matrix import matrix
 
 
 @pytest.fixture

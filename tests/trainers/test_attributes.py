@@ -6,7 +6,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide.trainers.attributes import OPTIONS
-from tests.support.matrix import build, make
+from tests.support.matrix.matrix import build, make
 
 OF_SFT = ("loss_type", "max_length", "max_prompt_length", "max_completion_length")
 

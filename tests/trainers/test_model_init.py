@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import set_seed
 
-from tests.support import matrix
 from tests.support.marks import slow_but
+from tests.support.matrix import matrix
 
 KINDS = ("SFT", "DPO", "KTO", "Reward", "GRPO", "PPO")
 

@@ -7,8 +7,8 @@ from peft import LoraConfig
 from lowtide.engine.forward import causal_model
 from lowtide.engine.noise import ALPHA, set_noise
 from tests.support.marks import slow_but
-from tests.support.matrix import make, rows
-from tests.support.matrix import watched as run
+from tests.support.matrix.matrix import make, rows
+from tests.support.matrix.matrix import watched as run
 
 
 @pytest.mark.parametrize("kind", slow_but(["DPO"], ["SFT", "DPO", "KTO", "ORPO", "Reward"]))

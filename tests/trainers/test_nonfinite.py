@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.support.marks import slow_but
-from tests.support.matrix import TECHNIQUES, make, with_it
-from tests.support.matrix_models import DECODERS, TRAINERS
+from tests.support.matrix.matrix import TECHNIQUES, make, with_it
+from tests.support.matrix.matrix_models import DECODERS, TRAINERS
 
 CULPRIT = "model.layers.1.mlp.down_proj"
 WAYS = {

@@ -11,7 +11,7 @@ from peft import LoraConfig
 
 import lowtide
 from lowtide.run.unwise import unwise
-from tests.support.preference_runs import assert_same, build, trainer, weights
+from tests.support.runs.preference_runs import assert_same, build, trainer, weights
 
 SAYS = "nothing is learned with "
 IDLE = [

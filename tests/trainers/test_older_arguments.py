@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from lowtide import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from tests.support.matrix import COMMON, build, folder, rows, tokenizer
+from tests.support.matrix.matrix import COMMON, build, folder, rows, tokenizer
 
 PLAIN = {name: value for name, value in COMMON.items() if name != "rehearsal"} | {"output_dir": "run", "max_steps": 1}
 

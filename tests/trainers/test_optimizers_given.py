@@ -16,7 +16,17 @@ from lowtide.run import optimizers as run_optimizers
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import reserved_for_states
 from lowtide.trainers.reports.start import StartReport
-from tests.support.matrix import TECHNIQUES, build, classes, folder, make, rows, tokenizer, watched, with_it
+from tests.support.matrix.matrix import (
+    TECHNIQUES,
+    build,
+    classes,
+    folder,
+    make,
+    rows,
+    tokenizer,
+    watched,
+    with_it,
+)
 
 COMMON = {"per_device_train_batch_size": 8, "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none"}
 COMMON |= {"save_strategy": "no", "disable_tqdm": True, "rehearsal": False, "lr_scheduler_type": "constant"}

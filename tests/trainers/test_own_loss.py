@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import lowtide
 from lowtide import CPOTrainer, DPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from tests.support.marks import slow_but
-from tests.support.matrix import COMMON, build, folder, rows, tokenizer
+from tests.support.matrix.matrix import COMMON, build, folder, rows, tokenizer
 
 STEP = 8
 """Rows of an optimizer step, in whatever micro-batches."""

@@ -15,8 +15,8 @@ from peft import (
 from lowtide.engine.forward import install, pad, score
 from lowtide.ragged import RaggedBatch
 from lowtide.trainers.reports.start import StartReport
-from tests.support.matrix import build, make, tokenizer
-from tests.support.matrix import watched as run
+from tests.support.matrix.matrix import build, make, tokenizer
+from tests.support.matrix.matrix import watched as run
 
 KINDS = {
     "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
@@ -63,7 +63,7 @@ def test_a_trainer_trains_them_and_says_how(config, kind):
 
 def test_checkpointing_is_off_with_a_prefix_and_refused_where_it_is_asked_for(caplog, tmp_path):
     from lowtide import SFTConfig, SFTTrainer
-    from tests.support.matrix import rows
+    from tests.support.matrix.matrix import rows
 
     def made(**more) -> SFTTrainer:
         args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **more)

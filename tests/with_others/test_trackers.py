@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity_world import build_model, sums, tokenizer
+from tests.support.references.parity_world import build_model, sums, tokenizer
 
 STEPS = 3
 OFFLINE = {

@@ -14,8 +14,8 @@ from lowtide.engine.forward import install
 from lowtide.rollout.generators.vllm.http import ServerError
 from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
-from tests.support.parity_world import lora, tokenizer
-from tests.support.vllm_world import (
+from tests.support.references.parity_world import lora, tokenizer
+from tests.support.vllm.vllm_world import (
     REQUESTS,
     SAMPLING,
     TOLERANCE,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
-from tests.support.vllm_world import (
+from tests.support.vllm.vllm_world import (
     CACHE_BYTES,
     REQUESTS,
     SAMPLING,

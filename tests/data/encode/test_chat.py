@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lowtide.data.encode.chat import ChatEncoder, adopt_chat_template, read_chat_template
 from lowtide.data.formats.reading import ChatSample, RowPlace
-from tests.support.chatml import CHATML, MARKED_CHATML
+from tests.support.texts.chatml import CHATML, MARKED_CHATML
 
 PLACE = RowPlace("data.jsonl", list(range(10, 20)))
 TEXT = st.text(alphabet="ab \n<>|é42", min_size=1, max_size=8)

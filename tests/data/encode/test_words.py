@@ -18,7 +18,7 @@ from lowtide.data.encode.words import words_of
 from lowtide.data.prepare import prepare
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import OWN_TOKEN
-from tests.support.word_tokenizers import FORMS, tokenizer_of
+from tests.support.texts.word_tokenizers import FORMS, tokenizer_of
 
 PARTS = ["tide", "boat", "shell", "stone", "gull", "don't", "1984", "sand,", "é", "(pool)"]
 

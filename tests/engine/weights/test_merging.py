@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lowtide.engine.weights.merging import save_merged
-from tests.support.adapted_models import CASES, MERGED, QUANTIZED, adapted, build, dequantized, moe, quantized
+from tests.support.models.adapted_models import CASES, MERGED, QUANTIZED, adapted, build, dequantized, moe, quantized
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 

@@ -13,10 +13,10 @@ from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.generators.support import why_not
-from tests.support import architectures
-from tests.support.live_bytes import LivingBytes
 from tests.support.marks import slow_but
-from tests.support.tiny_models import (
+from tests.support.memory.live_bytes import LivingBytes
+from tests.support.models import architectures
+from tests.support.models.tiny_models import (
     assert_close,
     build,
     gradients,

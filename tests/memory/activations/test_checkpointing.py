@@ -11,8 +11,8 @@ from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 from tests.support.marks import slow_but
-from tests.support.storages import Storages
-from tests.support.tiny_models import (
+from tests.support.memory.storages import Storages
+from tests.support.models.tiny_models import (
     assert_same,
     build,
     checkpointed,

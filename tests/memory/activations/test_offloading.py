@@ -15,7 +15,16 @@ from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.spill_file import FreeSpace, SpillFile, folder_on_a_disk, is_in_memory
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 from tests.support.marks import slow_but
-from tests.support.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared, with_adapters
+from tests.support.models.tiny_models import (
+    assert_same,
+    build,
+    gradients,
+    loss_of,
+    prepared,
+    separate,
+    shared,
+    with_adapters,
+)
 
 CPU = torch.device("cpu")
 ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=0.01)

@@ -16,10 +16,10 @@ from lowtide.engine.forward import causal_model, score
 from lowtide.engine.heads.head import Scores
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp, remove_tiled_mlp
 from lowtide.ragged import RaggedBatch
-from tests.support import architectures
-from tests.support.live_bytes import LivingBytes
 from tests.support.marks import slow_but
-from tests.support.tiny_models import (
+from tests.support.memory.live_bytes import LivingBytes
+from tests.support.models import architectures
+from tests.support.models.tiny_models import (
     assert_close,
     build,
     gradients,

@@ -9,8 +9,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.allocators.pinned_host import PinnedHost
-from tests.support.late_copies import CPU, FakeCuda
-from tests.support.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared
+from tests.support.memory.late_copies import CPU, FakeCuda
+from tests.support.models.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, shared
 
 
 class Host(PinnedHost):

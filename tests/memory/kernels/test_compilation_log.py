@@ -9,7 +9,7 @@ import torch._dynamo
 
 from lowtide.memory.kernels.compilation_log import FOLDER, CompilationLog, cache_folder, keep_compiled
 from lowtide.memory.kernels.compiling import compile_layers
-from tests.support.tiny_models import RaggedBatch, build, loss_of, prepared, tokens
+from tests.support.models.tiny_models import RaggedBatch, build, loss_of, prepared, tokens
 
 
 @pytest.fixture(autouse=True)

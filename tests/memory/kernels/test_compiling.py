@@ -6,9 +6,9 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
-from tests.support.architectures import build as architecture
 from tests.support.marks import slow_but
-from tests.support.tiny_models import (
+from tests.support.models.architectures import build as architecture
+from tests.support.models.tiny_models import (
     RaggedBatch,
     assert_close,
     build,

@@ -16,7 +16,7 @@ from lowtide.memory.kernels import liger
 from lowtide.memory.kernels.liger import liger_kernels
 from lowtide.memory.table import TECHNIQUES, ActiveTechniques
 from lowtide.memory.technique import Site
-from tests.support.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, with_adapters
+from tests.support.models.tiny_models import assert_same, build, gradients, loss_of, prepared, separate, with_adapters
 
 modeling_llama: Any = llama
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from lowtide.memory.optimizers import compressed_adamw, masters
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
-from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
+from tests.support.models.tiny_llama import same_bits, tiny_llama, token_ids
 
 SHAPES = [(37, 11), (1,), (3, 5, 7), (2001,)]
 BLOCK = 256

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowtide.memory.optimizers import compressed_adamw, eight_bit
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.eight_bit import SCALED, EightBitMoment, dequantize, quantize_
-from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
+from tests.support.models.tiny_llama import same_bits, tiny_llama, token_ids
 
 CPU = torch.device("cpu")
 

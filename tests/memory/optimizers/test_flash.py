@@ -11,7 +11,7 @@ from lowtide.memory.optimizers import compressed_adamw
 from lowtide.memory.optimizers.companding import GROUPED, CompandedMoment
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.masters import joined_master_24, split_master_24_
-from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
+from tests.support.models.tiny_llama import same_bits, tiny_llama, token_ids
 
 CPU = torch.device("cpu")
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

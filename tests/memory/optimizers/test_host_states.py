@@ -14,7 +14,7 @@ from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.host_states import HostStates
 from lowtide.memory.optimizers.muon import MuonWithAdamW
 from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
-from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
+from tests.support.models.tiny_llama import same_bits, tiny_llama, token_ids
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

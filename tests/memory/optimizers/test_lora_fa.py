@@ -10,8 +10,8 @@ from peft.optimizers import create_lorafa_optimizer
 from torch import nn
 
 from lowtide.memory.optimizers.lora_fa import LoraFA, freeze_down_projections, projections_of
-from tests.support.matrix import make
-from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
+from tests.support.matrix.matrix import make
+from tests.support.models.tiny_llama import same_bits, tiny_llama, token_ids
 
 RANK, ALPHA = 4, 6
 ADAPTER: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}

@@ -14,8 +14,8 @@ from transformers import (
 
 from lowtide.memory.optimizers.muon import MuonWithAdamW, matrices_of
 from lowtide.memory.optimizers.states import predict_states
-from tests.support.matrix import make
-from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
+from tests.support.matrix.matrix import make
+from tests.support.models.tiny_llama import same_bits, tiny_llama, token_ids
 
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
 

@@ -18,7 +18,7 @@ from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.objectives.sft import nll
 from lowtide.ragged import RaggedBatch
 from tests.support.marks import slow_but
-from tests.support.tiny_llama import same_bits, tiny_llama, token_ids
+from tests.support.models.tiny_llama import same_bits, tiny_llama, token_ids
 
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),

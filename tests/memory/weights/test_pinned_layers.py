@@ -14,8 +14,8 @@ from lowtide.engine.forward import install
 from lowtide.engine.weights.quantized import compute_where_brought, stored_tensors
 from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import WeightStream
-from tests.support.late_copies import CPU, FakeCuda
-from tests.support.tiny_models import (
+from tests.support.memory.late_copies import CPU, FakeCuda
+from tests.support.models.tiny_models import (
     assert_close,
     assert_same,
     build,

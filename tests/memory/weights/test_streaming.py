@@ -19,7 +19,8 @@ from lowtide.ops import mapped
 from lowtide.run import streamed_weights
 from lowtide.run.streamed_weights import check_before_loading, loaded_on_host, stream_frozen
 from lowtide.trainers.reports.start import StartReport
-from tests.support.streamed_runs import (
+from tests.support.models.tiny_models import build
+from tests.support.runs.streamed_runs import (
     LORA,
     WRITTEN,
     assert_all_resumes,
@@ -30,7 +31,6 @@ from tests.support.streamed_runs import (
     saved,
     sft,
 )
-from tests.support.tiny_models import build
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.run import optimizers, streamed_weights
 from lowtide.run.streamed_weights import attach_trained
 from lowtide.step.in_backward import InBackward
-from tests.support.late_copies import CPU, FakeCuda
-from tests.support.streamed_runs import WRITTEN, assert_all_resumes, assert_like, outcome, saved, sft
-from tests.support.tiny_models import build, checkpointed, loss_of, separate
+from tests.support.memory.late_copies import CPU, FakeCuda
+from tests.support.models.tiny_models import build, checkpointed, loss_of, separate
+from tests.support.runs.streamed_runs import WRITTEN, assert_all_resumes, assert_like, outcome, saved, sft
 
 STEPS, LAYERS = 3, 4
 

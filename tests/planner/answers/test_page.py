@@ -16,7 +16,7 @@ from lowtide.planner.answers.page_assets import SCRIPT
 from lowtide.planner.devices import DEVICES
 from lowtide.run.options.configs import config_class
 from lowtide.run.options.training import default_of
-from tests.support.browser import CHROMIUM, browser
+from tests.support.pages.browser import CHROMIUM, browser
 
 NOTHING = {"contrast": [], "wider": [], "unnamed": [], "unsaid": []}
 """What an audit finds of a page with which nothing is wrong."""

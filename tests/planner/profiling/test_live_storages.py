@@ -14,7 +14,7 @@ from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.planner.profiling.recording import CATEGORIES, Block, Levels, Recording
 from lowtide.step.phases import BETWEEN
 from lowtide.trainers.profiling import record
-from tests.support.small_sft import trainer
+from tests.support.runs.small_sft import trainer
 
 KIB = 1024
 

@@ -18,7 +18,7 @@ from lowtide.planner.sharding.sharded import shard
 from lowtide.planner.sharding.tensor_parallel import local_layout, one_rank
 from lowtide.planner.sharding.zero import gathered_elements, wanted_again
 from lowtide.ranks.sharding import AUTO, Sharding
-from tests.support import sharded_run
+from tests.support.ranks import sharded_run
 
 EMPTY = OneDevice(phases={phase: {} for phase in ("loading", "forward", "head", "backward", "optimizer")})
 MIXED: dict[str, Any] = {"compute_width": 2, "reduce_bucket": 2, "prefetch": 0, "persistence": 0, "max_reuse": 0}

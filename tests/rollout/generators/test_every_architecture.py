@@ -7,9 +7,9 @@ from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.generators.support import why_not
 from lowtide.rollout.generators.transformers import TransformersGenerator
-from tests.support.architectures import PADDED, RAGGED, TYPICAL
-from tests.support.generating import scored, some_requests, token_ids, writer, written_logprobs
 from tests.support.marks import slow_but
+from tests.support.models.architectures import PADDED, RAGGED, TYPICAL
+from tests.support.runs.generating import scored, some_requests, token_ids, writer, written_logprobs
 
 SERVED = [name for name in RAGGED if name != "lfm2"]
 MOST = 20

@@ -15,10 +15,20 @@ from lowtide.rollout.generators.generator import Completion, Request, Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.generators.transformers import TransformersGenerator
 from lowtide.score_rules import IGNORE
-from tests.support.generating import token_ids, written_logprobs
 from tests.support.marks import slow_but
-from tests.support.vision_models import FAMILIES, padded, picture, processor, rows, stored, tower, user, vision_model
-from tests.support.vision_processors import PROCESSORS, processed_family
+from tests.support.models.vision_models import (
+    FAMILIES,
+    padded,
+    picture,
+    processor,
+    rows,
+    stored,
+    tower,
+    user,
+    vision_model,
+)
+from tests.support.models.vision_processors import PROCESSORS, processed_family
+from tests.support.runs.generating import token_ids, written_logprobs
 
 MOST = 8
 MORE = (*FAMILIES, "qwen3_vl", "llava_next", "gemma4")

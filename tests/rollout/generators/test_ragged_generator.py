@@ -16,8 +16,8 @@ from lowtide.rollout.generators.cache import KeyStore, blocks_of, padded_tokens
 from lowtide.rollout.generators.generator import Request, Sampling
 from lowtide.rollout.generators.policy import warn_of_positions
 from lowtide.rollout.generators.ragged import RaggedGenerator
-from tests.support.architectures import VOCAB
-from tests.support.generating import prompt, scored, some_requests, token_ids, writer, written_logprobs
+from tests.support.models.architectures import VOCAB
+from tests.support.runs.generating import prompt, scored, some_requests, token_ids, writer, written_logprobs
 
 STOPS = tuple(range(3, 9))
 """Likely enough for completions to end at unlike lengths."""

@@ -11,7 +11,7 @@ from lowtide.rollout.generators.generator import Completion, Request, Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.generators.stops import Stops
 from lowtide.rollout.generators.transformers import TransformersGenerator
-from tests.support.generating import prompt, some_requests, token_ids, writer
+from tests.support.runs.generating import prompt, some_requests, token_ids, writer
 
 GENERATORS = [RaggedGenerator, TransformersGenerator]
 

@@ -17,7 +17,7 @@ from lowtide.rollout.generators.vllm.engine import Engine, EngineOptions
 from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.turns import WrittenTurn
 from lowtide.run.writing import make_generator
-from tests.support.tiny_llama import tiny_llama
+from tests.support.models.tiny_llama import tiny_llama
 
 SAMPLING = Sampling(4)
 

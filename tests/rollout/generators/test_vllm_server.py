@@ -22,8 +22,8 @@ from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
 from lowtide.rollout.generators.vllm.server import Service
 from lowtide.rollout.generators.vllm.turns import Turn, to_json
 from lowtide.rollout.generators.vllm.weights import Assembly, Piece
-from tests.support.remembering_server import INFO, Remembers, Running, serving
-from tests.support.tiny_llama import tiny_llama
+from tests.support.models.tiny_llama import tiny_llama
+from tests.support.vllm.remembering_server import INFO, Remembers, Running, serving
 
 SAMPLING = Sampling(4, stop_ids=(2,))
 REQUESTS = [Request([5, 6], 2, seed=1), Request([7], 1, seed=2)]

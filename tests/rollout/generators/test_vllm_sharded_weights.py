@@ -18,10 +18,10 @@ from lowtide.ranks import shards
 from lowtide.ranks.sharding import Sharding
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
 from lowtide.rollout.generators.vllm.server import Service
-from tests.support.processes import run_ranks
-from tests.support.remembering_server import INFO, Remembers, serving
-from tests.support.sharded_training import meeting_place, rank_of
-from tests.support.tiny_llama import tiny_llama
+from tests.support.models.tiny_llama import tiny_llama
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
+from tests.support.vllm.remembering_server import INFO, Remembers, serving
 
 ZERO = pytest.param("zero3", marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is missing"))
 

@@ -15,7 +15,7 @@ from lowtide.rollout.generators.vllm import server as server_module
 from lowtide.rollout.generators.vllm.http import MOST_BYTES, Calls, Refused, ServerError
 from lowtide.rollout.generators.vllm.secret import VARIABLE, secret_file, secret_for
 from lowtide.rollout.generators.vllm.server import Service
-from tests.support.remembering_server import INFO, Remembers, Running, serving
+from tests.support.vllm.remembering_server import INFO, Remembers, Running, serving
 
 LABEL = {"run": "a", "version": 0, "copy": 1}
 

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from lowtide.rollout.generators.vllm.weights import Assembly, Copies, Piece, buckets, from_bytes, to_bytes
-from tests.support.tiny_llama import tiny_llama
+from tests.support.models.tiny_llama import tiny_llama
 
 
 def test_buckets_keep_to_their_size_and_come_together_again():

@@ -10,9 +10,9 @@ from lowtide.ragged import RaggedBatch
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.models import Group, ModelReward, RewardModelOptions, group_by_prompt, lay_groups
 from lowtide.rollout.rewards.rewards import Rewards
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.chatml import CHATML
-from tests.support.classifiers import SIZES, classifier
+from tests.support.models.classifiers import SIZES, classifier
+from tests.support.texts.byte_tokenizer import byte_tokenizer
+from tests.support.texts.chatml import CHATML
 
 TEXTS = [("What is 2 + 2?", [" 4", " It is 5, as I see it.", " four"]), ("Why?", [" Because.", " Who knows", " ."])]
 

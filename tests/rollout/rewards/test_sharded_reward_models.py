@@ -15,10 +15,10 @@ from lowtide.ranks.shards import is_sharded
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.models import RewardModelOptions
 from lowtide.rollout.rewards.rewards import Rewards
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.classifiers import classifier
-from tests.support.processes import run_ranks
-from tests.support.sharded_training import meeting_place, rank_of
+from tests.support.models.classifiers import classifier
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
+from tests.support.texts.byte_tokenizer import byte_tokenizer
 
 COUNTS = ((5, 1), (3, 0), (0, 2))
 """Completions of either rank, in turn."""

@@ -4,7 +4,7 @@ import pytest
 
 from lowtide.engine.heads.value import Value
 from lowtide.run.inputs.arguments import check_kind
-from tests.support.matrix import build, make
+from tests.support.matrix.matrix import build, make
 
 
 def test_a_reward_model_as_a_reference_is_refused():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lowtide.option_values import Option, options_of
 from tests.support.marks import slow_but
-from tests.support.matrix import COMMON, classes, make
-from tests.support.matrix_models import TRAINERS
+from tests.support.matrix.matrix import COMMON, classes, make
+from tests.support.matrix.matrix_models import TRAINERS
 
 NOT_TRAINED = {
     "torch_compile": "takes a minute",

@@ -10,7 +10,7 @@ import pytest
 from transformers import EarlyStoppingCallback
 
 from lowtide import SFTConfig
-from tests.support.matrix import make
+from tests.support.matrix.matrix import make
 
 BASE: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
 

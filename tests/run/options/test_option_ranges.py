@@ -12,8 +12,8 @@ import lowtide
 from lowtide.cli.adapters import AdapterOptions
 from lowtide.option_values import options_of
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
-from tests.support.matrix import classes, make
-from tests.support.matrix_models import TRAINERS
+from tests.support.matrix.matrix import classes, make
+from tests.support.matrix.matrix_models import TRAINERS
 
 CONFIGS = {kind: classes(kind)[1] for kind in TRAINERS}
 CONFIGS |= {kind: getattr(lowtide, f"{kind}Config") for kind in ("GRPO", "RLOO", "OnlineDPO", "PPO")}

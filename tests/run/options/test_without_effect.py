@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.trainers.reports.start import StartReport
-from tests.support.matrix import build, folder, make, rows, tokenizer
-from tests.support.matrix import watched as run
+from tests.support.matrix.matrix import build, folder, make, rows, tokenizer
+from tests.support.matrix.matrix import watched as run
 
 
 def said(trainer) -> dict[str, str]:

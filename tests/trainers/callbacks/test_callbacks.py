@@ -14,7 +14,7 @@ from lowtide import LogCompletionsCallback
 from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.trainers.callbacks.log_completions import prompts_of
 from lowtide.trainers.reports.progress import RichProgress
-from tests.support.talking import TALK, trainer
+from tests.support.runs.talking import TALK, trainer
 
 OPENING = "<|im_start|>user\n1 + 1<|im_end|>\n<|im_start|>assistant\n"
 

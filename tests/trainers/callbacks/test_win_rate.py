@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 import lowtide
 from lowtide import WinRateCallback
 from lowtide.trainers.callbacks.log_completions import prompts_of, write
-from tests.support.talking import trainer
+from tests.support.runs.talking import trainer
 
 GREEDY = GenerationConfig(max_new_tokens=6, do_sample=False)
 OPTIONS = {"disable_tqdm": True, "learning_rate": 3e-2, "eval_strategy": "steps", "eval_steps": 1}

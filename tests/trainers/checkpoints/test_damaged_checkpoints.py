@@ -16,8 +16,8 @@ from lowtide.trainers.checkpoints.choosing import last_whole
 from lowtide.trainers.checkpoints.manifest import MANIFEST, seal
 from lowtide.trainers.checkpoints.soundness import damage
 from tests.support.marks import slow_but
-from tests.support.matrix import make
-from tests.support.small_runs import SAVING, assert_same, small, trained, weights
+from tests.support.matrix.matrix import make
+from tests.support.runs.small_runs import SAVING, assert_same, small, trained, weights
 
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "run_state.json", "trainer_state.json")
 

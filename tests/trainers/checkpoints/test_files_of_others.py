@@ -13,7 +13,7 @@ from lowtide.own_files import remove_files, separate_hard_links, usual_mode, wri
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
 from lowtide.trainers.checkpoints.rotating import keep_best, rotate
 from lowtide.trainers.checkpoints.whole import STAGING
-from tests.support.small_runs import small, trained
+from tests.support.runs.small_runs import small, trained
 
 
 def of_a_user(folder: Path) -> Path:

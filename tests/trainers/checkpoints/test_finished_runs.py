@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.small_runs import assert_same, small, trained, weights
+from tests.support.runs.small_runs import assert_same, small, trained, weights
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from lowtide.cli.run_file import write_run_file
 from lowtide.trainers.checkpoints import durable
 from lowtide.trainers.checkpoints.soundness import damage
 from lowtide.trainers.checkpoints.write_errors import write_reason
-from tests.support.small_runs import small, trained
+from tests.support.runs.small_runs import small, trained
 
 
 @pytest.fixture

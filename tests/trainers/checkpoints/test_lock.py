@@ -17,7 +17,7 @@ import pytest
 
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
 from lowtide.trainers.checkpoints.whole import STAGING
-from tests.support.small_runs import small, trained
+from tests.support.runs.small_runs import small, trained
 
 
 def hold(folder: str, held) -> None:

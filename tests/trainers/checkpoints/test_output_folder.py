@@ -9,7 +9,7 @@ import pytest
 
 from lowtide import SFTConfig
 from lowtide.trainers.checkpoints.output_folder import check_output
-from tests.support.small_runs import small
+from tests.support.runs.small_runs import small
 
 
 def files(folder: Path) -> dict[str, bytes]:

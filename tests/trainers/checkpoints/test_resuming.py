@@ -16,8 +16,8 @@ from transformers import Trainer, TrainerCallback
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.trainers.base import LowtideTrainer
 from tests.support.marks import slow_but
-from tests.support.matrix import LOW_RANK, Run, check_equal, classes, make, rows, tokenizer, watched
-from tests.support.matrix_models import TASKS
+from tests.support.matrix.matrix import LOW_RANK, Run, check_equal, classes, make, rows, tokenizer, watched
+from tests.support.matrix.matrix_models import TASKS
 
 
 class Kill(TrainerCallback):

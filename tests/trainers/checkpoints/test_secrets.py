@@ -11,7 +11,7 @@ from lowtide import SFTConfig
 from lowtide.cli.run_file import write_run_file
 from lowtide.option_values import options_of
 from lowtide.run.options.secrets import without_secrets
-from tests.support.small_runs import small
+from tests.support.runs.small_runs import small
 
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz"
 

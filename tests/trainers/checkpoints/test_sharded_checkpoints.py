@@ -25,11 +25,11 @@ from lowtide.run.options.sharding import sharding_of
 from lowtide.trainers.checkpoints import whole
 from lowtide.trainers.checkpoints.shards import load_weights, own_shard
 from lowtide.trainers.checkpoints.soundness import damage
-from tests.support import matrix
-from tests.support.live_bytes import LivingBytes
 from tests.support.marks import slow_but
-from tests.support.processes import run_ranks
-from tests.support.sharded_training import assert_near, meeting_place, rank_of, trained
+from tests.support.matrix import matrix
+from tests.support.memory.live_bytes import LivingBytes
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import assert_near, meeting_place, rank_of, trained
 
 FSDP = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 SMALL = {"reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 100}

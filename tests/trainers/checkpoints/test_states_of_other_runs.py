@@ -14,8 +14,8 @@ from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.ranks.shards import Place
 from lowtide.trainers.checkpoints.shards import OfAnotherRun, load_optimizer_states
 from lowtide.trainers.checkpoints.soundness import Damage
-from tests.support.matrix import make
-from tests.support.small_runs import SAVING, assert_same, small, trained, weights
+from tests.support.matrix.matrix import make
+from tests.support.runs.small_runs import SAVING, assert_same, small, trained, weights
 
 
 def adapters(**options):

@@ -22,9 +22,9 @@ from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest, stoppi
 from lowtide.trainers.checkpoints.stopping import Interrupted, Stopped
 from lowtide.trainers.method import MethodTrainer
 from tests.support.marks import slow_but
-from tests.support.matrix import make
+from tests.support.matrix.matrix import make
+from tests.support.runs.small_runs import SAVING, assert_same, small, trained, weights
 from tests.support.signals import in_the_foreground
-from tests.support.small_runs import SAVING, assert_same, small, trained, weights
 
 
 class At(TrainerCallback):

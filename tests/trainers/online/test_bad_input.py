@@ -10,9 +10,9 @@ from datasets import Dataset
 
 import lowtide
 from lowtide.rollout.generators.ragged import RaggedGenerator
-from tests.support.architectures import build
-from tests.support.online_runs import SETTINGS, online, prompts, weights
-from tests.support.parity_world import tokenizer
+from tests.support.models.architectures import build
+from tests.support.references.parity_world import tokenizer
+from tests.support.runs.online_runs import SETTINGS, online, prompts, weights
 
 CONFIGS = {
     "a group that does not divide": ({"num_generations": 3}, "num_generations=3 does not divide"),

@@ -12,7 +12,7 @@ import pytest
 
 from lowtide.terminal import Console
 from lowtide.trainers.online.completions_log import columns_of, table
-from tests.support.online_runs import online
+from tests.support.runs.online_runs import online
 
 TEXTS = (
     "a\ud800b",

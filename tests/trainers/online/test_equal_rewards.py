@@ -14,7 +14,7 @@ from lowtide.objectives.ppo import whitened
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.rollout import Rollout
 from tests.support.marks import slow_but
-from tests.support.online_runs import LOSSES, loss_options, online, weights
+from tests.support.runs.online_runs import LOSSES, loss_options, online, weights
 
 WAYS: dict[str, dict[str, Any]] = {
     **{f"GRPO {name}": loss_options(name) for name in LOSSES},

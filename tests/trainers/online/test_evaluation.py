@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.online_runs import online, prompts
-from tests.support.processes import run_ranks
-from tests.support.sharded_training import meeting_place, rank_of
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
+from tests.support.runs.online_runs import online, prompts
 
 METHODS: dict[str, dict[str, Any]] = {
     "GRPO": {"num_generations": 4, "num_generations_eval": 2},

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from lowtide.engine.reference import logprobs
-from tests.support.online_runs import assert_near, online, trained, weights
+from tests.support.runs.online_runs import assert_near, online, trained, weights
 
 BEAMS = {"do_sample": False, "num_beams": 3, "length_penalty": -0.1}
 

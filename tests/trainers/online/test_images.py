@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import lowtide
 from tests.rollout.chat_templates import HERMES_TEMPLATE, add
 from tests.support.marks import slow_but
-from tests.support.online_runs import SETTINGS, assert_near, even_tokens, weights
-from tests.support.vision_models import FAMILIES, padded, picture, processor, rows, user, vision_model
+from tests.support.models.vision_models import FAMILIES, padded, picture, processor, rows, user, vision_model
+from tests.support.runs.online_runs import SETTINGS, assert_near, even_tokens, weights
 
 MOST = 8
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch.distributed as dist
 
-from tests.support.online_runs import even_tokens, online
-from tests.support.processes import run_ranks
-from tests.support.sharded_training import meeting_place, rank_of
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
+from tests.support.runs.online_runs import even_tokens, online
 
 
 def logging_reward(completion_ids: list[list[int]], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:

@@ -8,9 +8,9 @@ import pytest
 
 import lowtide
 from tests.rollout.chat_templates import HERMES_TEMPLATE
-from tests.support.byte_tokenizer import byte_tokenizer
-from tests.support.online_runs import SETTINGS
-from tests.support.tiny_models import build
+from tests.support.models.tiny_models import build
+from tests.support.runs.online_runs import SETTINGS
+from tests.support.texts.byte_tokenizer import byte_tokenizer
 
 
 class Asks:

@@ -9,7 +9,7 @@ import torch
 from trl import GRPOTrainer as Theirs
 
 from lowtide import GRPOTrainer
-from tests.support.online_runs import online
+from tests.support.runs.online_runs import online
 
 ALONE = SimpleNamespace(
     accelerator=SimpleNamespace(gather=lambda values: values, pad_across_processes=lambda values, **_: values)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.support.marks import slow_but
-from tests.support.matrix import check_equal, without_it
-from tests.support.online_runs import assert_near, even_tokens, online, trained, weights
+from tests.support.matrix.matrix import check_equal, without_it
+from tests.support.runs.online_runs import assert_near, even_tokens, online, trained, weights
 
 CUTS = {
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},

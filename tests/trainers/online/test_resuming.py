@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.marks import slow_but
-from tests.support.online_runs import online, trained, weights
+from tests.support.runs.online_runs import online, trained, weights
 
 WINDOW = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "num_iterations": 3, "max_steps": 15}
 """Six optimizer steps learn from what is written at a time."""

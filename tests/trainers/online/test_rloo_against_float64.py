@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tests.support.marks import slow_but
-from tests.support.online_runs import online
-from tests.support.parity_world import build_model, tokenizer
+from tests.support.references.parity_world import build_model, tokenizer
+from tests.support.runs.online_runs import online
 
 LEARNING_RATE, ROUNDS, ITERATIONS = 2e-4, 2, 2
 CASES: dict[str, dict[str, Any]] = {

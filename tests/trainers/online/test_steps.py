@@ -12,9 +12,9 @@ from lowtide.engine.reference import logprobs
 from lowtide.ops import linear_logprobs
 from lowtide.step.rank_sync import OutOfMemory
 from tests.support.marks import slow_but
-from tests.support.online_runs import LOSSES, assert_near, even_tokens, loss_options, online, trained, weights
-from tests.support.parity_world import tokenizer
-from tests.support.sabotage import out_of_memory
+from tests.support.references.parity_world import tokenizer
+from tests.support.runs.online_runs import LOSSES, assert_near, even_tokens, loss_options, online, trained, weights
+from tests.support.runs.sabotage import out_of_memory
 
 CUTS = {
     "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},

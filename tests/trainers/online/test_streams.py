@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.online_runs import online, prompts
+from tests.support.runs.online_runs import online, prompts
 
 SIX = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, "num_generations": 3}
 

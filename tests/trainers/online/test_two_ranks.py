@@ -15,10 +15,10 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.stages import gathered_weights
 from lowtide.ranks.shards import whole_of
-from tests.support.online_runs import LOSSES, assert_near, loss_options, online, trained, weights
-from tests.support.parity_world import lora
-from tests.support.processes import run_ranks
-from tests.support.sharded_training import meeting_place, rank_of
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
+from tests.support.references.parity_world import lora
+from tests.support.runs.online_runs import LOSSES, assert_near, loss_options, online, trained, weights
 
 pytestmark = pytest.mark.slow
 METHODS = {

@@ -19,9 +19,9 @@ from lowtide.engine.adapters import adapter_of
 from lowtide.engine.heads.token_value import VALUE_ADAPTER, TokenValue, WithValues
 from lowtide.engine.weights.merging import save_merged
 from tests.support.marks import slow_but
-from tests.support.online_runs import assert_near, online, prompts, weights
-from tests.support.parity_world import build_model, lora
-from tests.support.sabotage import out_of_memory
+from tests.support.references.parity_world import build_model, lora
+from tests.support.runs.online_runs import assert_near, online, prompts, weights
+from tests.support.runs.sabotage import out_of_memory
 
 PLAIN: dict[str, Any] = {
     "value_adapter": True,

@@ -20,9 +20,9 @@ from lowtide.engine.reference import AdapterOff, ArrivedPolicy, FrozenModel
 from lowtide.ragged import RaggedBatch
 from lowtide.trainers.predictions import predicted
 from tests.support.marks import slow_but
-from tests.support.online_runs import online
-from tests.support.parity_world import build_model, tokenizer
-from tests.support.preference_runs import build, trainer
+from tests.support.references.parity_world import build_model, tokenizer
+from tests.support.runs.online_runs import online
+from tests.support.runs.preference_runs import build, trainer
 
 Q = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 KINDS: dict[str, Any] = {

@@ -1,0 +1,66 @@
+"""`lowtide gkd` from flags and from a run file, its estimate, and one message for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from lowtide.cli.main import main
+from tests.support.references.parity_world import build_model, tokenizer
+from tests.support.runs.distilling import build_teacher, talks
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> dict[str, Any]:
+    """Student and teacher in folders, a file of conversations, and where to write."""
+    data = tmp_path / "rows.jsonl"
+    for name, model in (("student", build_model("llama")), ("teacher", build_teacher(torch.float32))):
+        model.save_pretrained(tmp_path / name)
+        tokenizer().save_pretrained(tmp_path / name)
+    data.write_text("".join(json.dumps(row) + "\n" for row in talks(12)))
+    return {
+        **{"model": str(tmp_path / "student"), "teacher_model_name_or_path": str(tmp_path / "teacher")},
+        **{"dataset": str(data), "output_dir": str(tmp_path / "run"), "max_steps": 2, "max_new_tokens": 6},
+        **{"per_device_train_batch_size": 2, "lmbda": 0.5, "seq_kd": True, "logging_steps": 1},
+        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True},
+    }
+
+
+def flags(given: dict[str, Any]) -> list[str]:
+    texts = {name: str(value).lower() if value is True else str(value) for name, value in given.items()}
+    return [part for name, text in texts.items() for part in (f"--{name}", text)]
+
+
+def test_flags_and_run_files_train_alike(given, tmp_path, capsys):
+    assert main(["gkd", *flags(given)]) == 0, capsys.readouterr().err
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(given | {"output_dir": str(tmp_path / "again")}))
+    assert main(["gkd", "--config", str(file)]) == 0, capsys.readouterr().err
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert "completions/mean_length" in capsys.readouterr().out
+
+
+def test_a_missing_teacher_is_one_message(given, capsys):
+    del given["teacher_model_name_or_path"]
+    assert main(["gkd", *flags(given)]) == 2
+    assert "there is no teacher" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_estimate_counts_the_teacher(given, capsys):
+    own = {name: given[name] for name in ("model", "dataset", "per_device_train_batch_size", "max_new_tokens")}
+    own["teacher_model_name_or_path"] = given["teacher_model_name_or_path"]
+    assert main(["estimate", "gkd", *flags(own), "--device", "H100-80GB", "--json"]) == 0
+    phases = json.loads(capsys.readouterr().out)["phases"]
+    teacher = build_teacher(torch.float32)
+    size = sum(each.numel() * each.element_size() for each in (*teacher.parameters(), *teacher.buffers()))
+    assert {held["reference"] for held in phases.values()} == {size}
+    assert "generate" in phases

@@ -1,0 +1,81 @@
+"""`lowtide masked-lm` from flags and from a run file, its estimate, and its demo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import pipeline
+
+from lowtide import MaskedLMConfig, estimate
+from lowtide.cli.main import main
+from lowtide.demo.run import Sizes, run_demo
+from tests.support.models.masked_texts import build, texts, tokenizer
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> dict[str, Any]:
+    """A model's folder, a file of texts, and where to write."""
+    model, data = tmp_path / "base", tmp_path / "rows.jsonl"
+    build("modernbert").save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    data.write_text("".join(json.dumps(row) + "\n" for row in texts(24)))
+    return {
+        **{"model": str(model), "dataset": str(data), "output_dir": str(tmp_path / "run"), "max_steps": 3},
+        **{"per_device_train_batch_size": 4, "whole_word_mask": True, "masking": "spans", "logging_steps": 1},
+        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True},
+    }
+
+
+def test_flags_and_run_files_train_alike(given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    flags = [
+        part
+        for name, value in given.items()
+        for part in (f"--{name}", str(value).lower() if value is True else str(value))
+    ]
+    assert main(["masked-lm", *flags]) == 0, capsys.readouterr().err
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(given | {"output_dir": str(tmp_path / "again")}))
+    assert main(["masked-lm", "--config", str(file)]) == 0, capsys.readouterr().err
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    saved = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
+    assert (saved["masking"], saved["whole_word_mask"]) == ("spans", True)
+    assert pipeline("fill-mask", model=str(tmp_path / "run"))("tides [MASK] gulls")[0]["score"] > 0
+
+
+def test_a_missing_mask_token_is_one_message(given: dict[str, Any], capsys: pytest.CaptureFixture[str]):
+    tokenizer(None).save_pretrained(given["model"])
+    file = Path(given["output_dir"]).with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(given))
+    assert main(["masked-lm", "--config", str(file)]) == 2
+    assert "has no mask token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["lengths", "rows"])
+def test_the_peak_is_predicted(by: str, tmp_path: Path):
+    """By the scores that masks leave: with all tokens masked, the head takes more."""
+    rows = {"lengths": [40] * 24} if by == "lengths" else {"dataset": texts(24), "processing_class": tokenizer()}
+    model = build("bert", vocab_size=3000).config
+    options = {"output_dir": str(tmp_path), "per_device_train_batch_size": 8, "use_cpu": True, "bf16": False}
+    few, many = (estimate(MaskedLMConfig(mlm_probability=share, **options), model, **rows) for share in (0.05, 1.0))
+    assert {"forward", "backward", "optimizer"} <= few.phases.keys()
+    assert sum(few.phases["head"].values()) < sum(many.phases["head"].values())
+
+
+@pytest.mark.slow
+def test_the_demo_trains_an_encoder_and_fills_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def command(method: str, file: Path) -> int:
+        return main([method, "--traceback", "--config", str(file), "--disable_tqdm", "true"])
+
+    sizes = Sizes(steps=4, questions=256, held_out=20, samples=3)
+    report = run_demo(tmp_path, command, method="masked-lm", sizes=sizes)
+    assert report is not None
+    assert 0 <= report["exact_match_after"] <= 1
+    assert "rightly filled in" in capsys.readouterr().out

@@ -1,0 +1,24 @@
+"""The documentation's pages, and the commands that they show."""
+
+import re
+import shlex
+from pathlib import Path
+
+from lowtide.cli.launch import split
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """The words of each `lowtide` command of a page; what stands in brackets, as in a usage line, is left out."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    lines = re.findall(r"^(?:    )?(?:[A-Z_]+=\S+ )*lowtide ([a-z][a-z0-9-]*(?: .*)?)$", joined, re.MULTILINE)
+    found = [re.sub(r"\[[^\]]*\]|\.\.\.", "", line) for line in lines if " --" in line or line in ("demo", "doctor")]
+    return [split(shlex.split(line, comments=True))[0] for line in found]
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The fenced blocks of a page in a language."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)

@@ -1,0 +1,74 @@
+"""Tiny runs of methods whose policy writes, on prompts of sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+
+import lowtide
+from tests.support.references.parity_world import build_model, sums, tokenizer
+
+SETTINGS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 12,
+    "max_steps": 3,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
+
+LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+"""Of GRPO."""
+
+
+def loss_options(name: str) -> dict[str, Any]:
+    """What chooses a loss of GRPO."""
+    return {"loss_type": name, **({"importance_sampling_level": "sequence"} if name == "luspo" else {})}
+
+
+def even_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that differs within a group: the share of even token ids."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def prompts(count: int = 24) -> Dataset:
+    return Dataset.from_list([{"prompt": question, "number": n} for n, (question, _) in enumerate(sums(count))])
+
+
+def online(
+    folder: Path, method: str = "GRPO", *, model: Any = None, arguments: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    """A trainer that writes into a folder; its model is in float64, but for the norms, which Llama has in float32."""
+    config = getattr(lowtide, f"{method}Config")(output_dir=str(folder), **SETTINGS | options)
+    given: dict[str, Any] = {"reward_funcs": even_tokens, "train_dataset": prompts()} | (arguments or {})
+    return getattr(lowtide, f"{method}Trainer")(
+        model=build_model("llama").double() if model is None else model,
+        args=config,
+        processing_class=tokenizer(),
+        **given,
+    )
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def trained(folder: Path, method: str = "GRPO", **options: Any) -> Any:
+    trainer = online(folder, method, **options)
+    trainer.train()
+    return trainer
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-6) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=name)

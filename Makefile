@@ -17,7 +17,7 @@ RANKS_APART := tests/trainers/sharded tests/trainers/checkpoints/test_sharded_ch
 	tests/ranks tests/planner/sharding tests/cli/training/test_launch.py tests/cli/training/test_clusters.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-ranks test-faults test-vllm test-others test-wheel check bench docs site clean
+.PHONY: help demo test test-slow test-all test-ranks test-faults mutants test-vllm test-others test-wheel check bench docs site clean
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
@@ -25,6 +25,7 @@ help:
 	@echo "make test-all     these, and those marked slow (some 35 minutes, on two cores)"
 	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences, pipelines (15 minutes at most)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
+	@echo "make mutants      300 small changes of the source: how many of them the fast tests notice; goes on where it was ended"
 	@echo "make test-vllm    GRPO with a real vLLM, in an environment of its own (500 MB; 3 minutes, on two cores)"
 	@echo "make test-others  runs reported to real trackers, and plans read by Axolotl and LLaMA-Factory, in an environment of its own"
 	@echo "make test-wheel   build the wheel, install it into an empty environment, and try it (a minute)"
@@ -51,6 +52,9 @@ test-ranks: $(VENV)/.deepspeed
 
 test-faults: $(VENV)/.extras
 	$(PY) -m tests.faults
+
+mutants: $(VENV)/.extras
+	$(PY) -m bench.mutants --record
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm -n 0

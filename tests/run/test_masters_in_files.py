@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
-from lowtide.memory.weights.mapped_files import lying_in_files
-from lowtide.ops.mapped import can_let_go
+from lowtide.ops.mapped import can_let_go, lying_in_files
 from lowtide.run.optimizers import settle_optimizer
 
 

@@ -15,8 +15,10 @@ import ctypes
 import functools
 import logging
 import mmap
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +139,52 @@ def row_bands(weight: Shaped[Tensor, "rows ..."]) -> Iterator[slice]:
     """The rows of a weight in bands of `BAND_BYTES`."""
     rows = max(1, BAND_BYTES // max(weight[:1].nbytes, 1))
     return (slice(start, min(start + rows, len(weight))) for start in range(0, len(weight), rows))
+
+
+def lying_in_files(tensors: Iterable[Tensor]) -> set[Tensor]:
+    """Those of some tensors that lie in files which this process has mapped, and in no other memory."""
+    ranges = sorted(_mapped_ranges())
+    return {tensor for tensor in tensors if tensor.device.type == "cpu" and _lies_in(tensor, ranges)}
+
+
+def _lies_in(tensor: Tensor, ranges: list[tuple[int, int]]) -> bool:
+    start = tensor.untyped_storage().data_ptr()
+    end = start + tensor.untyped_storage().nbytes()
+    return any(first <= start and end <= stop for first, stop in ranges)
+
+
+def _mapped_ranges() -> list[tuple[int, int]]:
+    """(start, stop) of what is mapped from files that are still there; neighbours of one file are one."""
+    found: list[tuple[int, int, str]] = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _mode, _offset, _device, inode, *path = line.split(maxsplit=5)
+        if inode == "0" or not path or path[0].endswith(" (deleted)"):
+            continue
+        start, stop = (int(number, 16) for number in span.split("-"))
+        if found and found[-1][1:] == (start, path[0]):
+            start = found.pop()[0]
+        found.append((start, stop, path[0]))
+    return [(start, stop) for start, stop, path in found if os.path.isfile(path)]
+
+
+LEAST_BYTES = 1 << 20
+"""Of a tensor whose pages are worth a look at what is mapped."""
+
+
+class FilePages:
+    """Lets pages of files go that are mapped for as long as this lives, whoever mapped them."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def let_go(self, tensor: Tensor) -> None:
+        """Lets the pages of a tensor go that nobody has written to; of one in other memory nothing happens."""
+        if tensor.nbytes < LEAST_BYTES or not _has_bytes(tensor) or not can_let_go():
+            return
+        if not _lies_in(tensor, self._ranges):
+            self._ranges = sorted(_mapped_ranges())
+        if _lies_in(tensor, self._ranges):
+            _advise(tensor, DONT_NEED)
 
 
 def _whole_pages(tensor: Tensor) -> tuple[int, int]:

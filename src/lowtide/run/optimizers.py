@@ -19,10 +19,9 @@ from lowtide.memory.optimizers.muon import ADJUSTMENTS, MuonWithAdamW, matrices_
 from lowtide.memory.optimizers.narrow_step import check_separable
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.memory.optimizers.streamed_states import StreamedStates
-from lowtide.memory.weights.mapped_files import lying_in_files
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.memory.weights.written_file import NoFile, file_beside
-from lowtide.ops.mapped import can_let_go, declare
+from lowtide.ops.mapped import can_let_go, declare, lying_in_files
 from lowtide.ops.target import kind_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

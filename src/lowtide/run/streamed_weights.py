@@ -24,12 +24,12 @@ from lowtide.engine.weights.quantized import (
 )
 from lowtide.engine.weights.streamed_files import check_streamable
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.memory.weights.mapped_files import MappedFiles, lying_in_files
+from lowtide.memory.weights.mapped_files import MappedFiles
 from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import STREAM, Store, Unresident, WeightStream, stream_of, units_of
 from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.memory.weights.written_file import file_beside
-from lowtide.ops.mapped import can_let_go, declare, keep
+from lowtide.ops.mapped import can_let_go, declare, keep, lying_in_files
 from lowtide.ops.target import kind_of
 from lowtide.run.optimizers import streams_trained
 

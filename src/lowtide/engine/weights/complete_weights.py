@@ -20,8 +20,10 @@ from peft import PeftConfig
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
+from lowtide.compat.transformers_loading import telling_what_was_read
 from lowtide.engine.weights.load_errors import arguments_named, to_install
 from lowtide.engine.weights.weight_files import broken_files_named, read_json
+from lowtide.ops.mapped import FilePages
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +54,12 @@ def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) 
         model = load_complete(kind, base, new_head=new_head, **init)
         _put_adapters(name, model)
         return model
-    with quiet_report(name), broken_files_named(name), arguments_named(name, init):
+    with (
+        quiet_report(name),
+        broken_files_named(name),
+        arguments_named(name, init),
+        telling_what_was_read(FilePages().let_go),
+    ):
         model, found = kind.from_pretrained(
             name, **{**init, "output_loading_info": True, "ignore_mismatched_sizes": True}
         )

@@ -125,6 +125,7 @@ class ReferenceMaker:
                 "the model: leave it at 'same'"
             )
         frozen, self._aside = self._aside, None
+        narrow = args.optim in OPTIMIZERS and self.in_dtype_of_policy
         if requested is not None:
             frozen = self._loaded(requested, model, tokenizer)
             if self.sees_images:
@@ -135,10 +136,10 @@ class ReferenceMaker:
                 "sharded alike, take adapters (`peft_config`), or give the model by name with fsdp=True"
             )
         elif frozen is None:
-            frozen = copy.deepcopy(model)
+            frozen = _copied(model, torch.bfloat16 if narrow else None)
         if args.disable_dropout:
             disable_dropout(frozen)
-        if args.optim in OPTIMIZERS and self.in_dtype_of_policy:
+        if narrow:
             for parameter in frozen.parameters():  # as the policy's will be; buffers stay
                 parameter.data = parameter.data.to(torch.bfloat16)
         stream_frozen(frozen.requires_grad_(False), args, what=self.what)
@@ -278,6 +279,12 @@ def trained_beyond_adapters(model: nn.Module) -> str | None:
     """A weight that is trained and has its effect with adapters off too, such as a bias of the base; None if none."""
     of_adapters = parameters_of_adapters(model)
     return next((name for name, p in model.named_parameters() if p.requires_grad and p not in of_adapters), None)
+
+
+def _copied(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """A copy of a model, whose weights are in a dtype of their own from the start, each cast by itself."""
+    cast = {} if dtype is None else {id(p): p.data.to(dtype) for p in model.parameters()}
+    return copy.deepcopy(model, {key: nn.Parameter(each, requires_grad=False) for key, each in cast.items()})
 
 
 def _are_new(model: nn.Module) -> bool:

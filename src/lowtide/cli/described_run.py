@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from lowtide.planner.estimate import Estimate
+
 
 @dataclasses.dataclass(frozen=True)
 class DescribedRun:
@@ -143,6 +145,15 @@ def noted(text: str, style: str = "dim") -> Text:
     from rich.text import Text
 
     return Text(text, style=style)
+
+
+def of_the_start(estimate: Estimate) -> list[str]:
+    """That a run holds most as it starts, in a line; nothing of one that holds more as it trains."""
+    from lowtide.memory.allocators.measure import bytes_text
+
+    if estimate.start_bytes < estimate.peak_bytes:
+        return []
+    return [f"It holds most while it starts: {bytes_text(estimate.start_bytes)} before the first forward."]
 
 
 def plain_table(title: str) -> Table:

@@ -7,7 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.described_run import add_description, described_run, device_of, noted, plain_table, style_of
+from lowtide.cli.described_run import (
+    add_description,
+    described_run,
+    device_of,
+    noted,
+    of_the_start,
+    plain_table,
+    style_of,
+)
 from lowtide.cli.endings import DOES_NOT_FIT
 from lowtide.compat.argparse import Subparsers
 
@@ -66,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console()
     console.print(noted(""), noted(f"{found.verdict[0].upper()}{found.verdict[1:]}.", style=style_of(found.fits)))
     console.print(_table(found))
-    for note in (*found.assumptions, *found.notes):
+    for note in (*of_the_start(found), *found.assumptions, *found.notes):
         console.print(noted(note))
     if not found.fits:
         command = f"lowtide plan {described.method}"

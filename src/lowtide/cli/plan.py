@@ -14,6 +14,7 @@ from lowtide.cli.described_run import (
     described_run,
     device_of,
     noted,
+    of_the_start,
     plain_table,
     style_of,
 )
@@ -183,7 +184,9 @@ def _parts(plan: Plan) -> list[RenderableType]:
     parts += [
         Padding(Text(f"{name} cannot work here: {why}", style="dim"), (0, 2)) for name, why in plan.refused.items()
     ]
-    parts += [Text(note, style="dim") for note in (*plan.estimate.assumptions, *plan.notes)]
+    parts += [
+        Text(note, style="dim") for note in (*of_the_start(plan.estimate), *plan.estimate.assumptions, *plan.notes)
+    ]
     if plan.speed_by != "roofline":
         parts.append(Text("Speeds are relative, from operations counted; no device was measured.", style="dim"))
     return parts

@@ -16,7 +16,7 @@ from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.allocators.settings import has_thread_cache
 from lowtide.planner.allocators.cuda_allocator import CudaAllocator
 from lowtide.planner.allocators.glibc_heap import GlibcHeap
-from lowtide.planner.allocators.replay import Allocator, peaks, run_of
+from lowtide.planner.allocators.replay import Allocator, peaks, run_of, start_of
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device
 from lowtide.planner.process import process_bytes
@@ -36,6 +36,8 @@ PACKED = 32 << 20
 of 16 bits, where the CPU has no instructions for them."""
 BESIDE_TENSORS = ("cache", "runtime")
 """The categories of an estimate that no tensor is part of."""
+WHOLE = ("none", "ddp")
+"""Kinds of sharding with which each rank holds all that one device would."""
 BANDS = {"cpu": 0.06, "cuda": 0.05}
 """By how much of itself a peak may be wrong."""
 
@@ -52,6 +54,9 @@ class Estimate:
     """For each phase, the bytes by category when it holds most. "cache" is what the allocator holds and no tensor has,
     "runtime" what the process holds beside it."""
     device: str
+    start_bytes: int = 0
+    """The peak before the first forward, as `peak_bytes` counts: the model is loaded, and adapters, references and the
+    optimizer are made."""
     host_bytes: int = 0
     """What lies in host memory instead."""
     tokens_per_second: float | None = None
@@ -147,12 +152,25 @@ def estimate_run(
     if sharding.devices > 1:
         return _sharded(run, device, sharding, beside)
     traced = run.traced(device)
+    events = list(run_of(traced.events, rehearsal=run.rehearsal))
+    phases = peaks(events, _allocator_of(run, traced, device))
+    start = peaks(start_of(traced.events), _allocator_of(run, traced, device))
+    found = _estimate(phases, device, traced.tokens_per_second(device), beside, traced.notes)
+    return replace(
+        found, start_bytes=_peak(start) + beside, host_bytes=host_bytes(events), heaviest_tokens=traced.tokens
+    )
+
+
+def _peak(phases: Mapping[str, Mapping[str, int]]) -> int:
+    return max((sum(held.values()) for held in phases.values()), default=0)
+
+
+def _allocator_of(run: FakeRun, traced: TracedRun, device: Device) -> Allocator:
+    """That of a device, with the workspaces of its libraries."""
     allocator: Allocator = CudaAllocator() if device.kind == "cuda" else heap_of(run, traced.events)
     for number, size in enumerate(device.workspaces):
         allocator.born(("workspace", number), size)
-    events = list(run_of(traced.events, rehearsal=run.rehearsal))
-    found = _estimate(peaks(events, allocator), device, traced.tokens_per_second(device), beside, traced.notes)
-    return replace(found, host_bytes=host_bytes(events), heaviest_tokens=traced.tokens)
+    return allocator
 
 
 def heap_of(run: FakeRun, events: Iterable[Event]) -> GlibcHeap:
@@ -181,6 +199,8 @@ class RankTrace:
     traced: TracedRun
     one_device: OneDevice
     layout: Layout
+    start: int
+    """Bytes of a rank that holds all of it, at most, before its first forward."""
 
     @classmethod
     def of(cls, run: FakeRun, device: Device, sharding: Sharding) -> RankTrace:
@@ -200,13 +220,15 @@ class RankTrace:
             local = local_layout(run.reference_layout(), sharding.tensor_parallel)
             share = byte_sum(local.parameters) / byte_sum(part.reference_layout().parameters)
             found = replace(found, reference_share=share)
-        return cls(replace(traced, events=()), found, run.layout())  # many are kept, and events are large
+        start = peaks(start_of(traced.events), heap_of(run, traced.events) if heap is not None else None)
+        # many are kept, and events are large
+        return cls(replace(traced, events=()), found, run.layout(), _peak(start))
 
     def repeated(self, times: float) -> RankTrace:
         """The same with so many times the micro-batches in a step."""
         several = int(self.traced.micro_batches * times)
         traced = replace(self.traced, micro_batches=several)
-        return RankTrace(traced, replace(self.one_device, micro_batches=several), self.layout)
+        return replace(self, traced=traced, one_device=replace(self.one_device, micro_batches=several))
 
     def estimate(self, sharding: Sharding, cluster: Cluster, beside: int) -> Estimate:
         """Of a rank.
@@ -225,7 +247,11 @@ class RankTrace:
         tokens = self.traced.tokens * self.traced.micro_batches * sharding.data_ranks
         speed = tokens / time.seconds / sharding.devices
         notes = (*self.traced.notes, *found.notes)
-        return replace(_estimate(found.phases, device, speed, beside, notes), host_bytes=found.host_bytes, time=time)
+        start = sum(found.phases["loading"].values())
+        if sharding.kind in WHOLE:
+            start = max(start, self.start)
+        estimate = _estimate(found.phases, device, speed, beside, notes)
+        return replace(estimate, start_bytes=start + beside, host_bytes=found.host_bytes, time=time)
 
 
 def _of_split_layers(run: FakeRun, ranks: int) -> FakeRun:

@@ -167,6 +167,11 @@ class Plan:
         """What was chosen beyond defaults and the user's own settings."""
         return self.chosen.settings
 
+    @property
+    def start_bytes(self) -> int:
+        """The peak before the first forward, while the run starts."""
+        return self.estimate.start_bytes
+
     def to_yaml(self) -> str:
         """A run file: `lowtide sft --config` on it, or the method's own command, runs it."""
         head = (
@@ -196,7 +201,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         named = asdict(self) | {"estimate": self.estimate.to_dict(), "settings": dict(self.settings)}
-        named |= {"fits": True, "spare_bytes": self.budget_bytes - self.chosen.peak_bytes}
+        named |= {
+            "start_bytes": self.start_bytes,
+            "fits": True,
+            "spare_bytes": self.budget_bytes - self.chosen.peak_bytes,
+        }
         return json.loads(json.dumps(named, default=str))
 
     def summary(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,20 @@ class Allocator(Protocol):
 
 def run_of(events: Iterable[Event], *, rehearsal: bool) -> Iterator[Event]:
     """The events of a run of two steps, from those of its parts."""
+    parts = _parts(events)
+    for number, name in enumerate(REHEARSED if rehearsal else RUN):
+        if rehearsal and number == 1 + len(REHEARSAL):
+            yield OVER
+        yield from parts.get(name, ())
+
+
+def start_of(events: Iterable[Event]) -> Sequence[Event]:
+    """The events of a run before its first forward: the model is loaded, and adapters, references and the optimizer are
+    made. A weight that is cast or quantized as it is loaded is read from its file, of which no more stays resident."""
+    return _parts(events)["loading"]
+
+
+def _parts(events: Iterable[Event]) -> dict[str, list[Event]]:
     parts: dict[str, list[Event]] = {}
     part = parts.setdefault("loading", [])
     for event in events:
@@ -42,10 +56,7 @@ def run_of(events: Iterable[Event], *, rehearsal: bool) -> Iterator[Event]:
             part = parts.setdefault(event.phase, [])
         else:
             part.append(event)
-    for number, name in enumerate(REHEARSED if rehearsal else RUN):
-        if rehearsal and number == 1 + len(REHEARSAL):
-            yield OVER
-        yield from parts.get(name, ())
+    return parts
 
 
 def peaks(events: Iterable[Event], allocator: Allocator | None = None) -> dict[str, dict[str, int]]:

@@ -28,8 +28,8 @@ from .case import FORK, Case, print_to
 from .ranks import RANKS, SLACK, TIMEOUT
 
 LAYER = "transformers.models.qwen3.modeling_qwen3:Qwen3DecoderLayer.forward"
-STEP = "lowtide.trainers.base:LowtideTrainer.training_step"
-EVALUATION = "lowtide.trainers.base:LowtideTrainer.evaluation_loop"
+STEP = "lowtide.trainers.hooks:LowtideTrainer.training_step"
+EVALUATION = "lowtide.trainers.hooks:LowtideTrainer.evaluation_loop"
 SAVING = "lowtide.trainers.checkpoints.whole:WholeCheckpoints._save_checkpoint"
 STEPS = 3
 """Of a run, with a checkpoint after each, and an evaluation after the second."""

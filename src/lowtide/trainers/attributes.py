@@ -1,9 +1,9 @@
-"""What callbacks and subclasses read off a trainer of TRL: its options as attributes, and what follows from them."""
+"""What callbacks and subclasses read off a trainer of TRL: its options as attributes."""
 
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 OPTIONS = (
     *("alpha", "beta", "cpo_alpha", "desirable_weight", "f_alpha_divergence_coef", "f_divergence_type"),
@@ -29,33 +29,8 @@ class OptionAttribute:
         )
 
 
-class TrainerAttributes:
-    """Of a trainer with a config, an objective and a tokenizer."""
-
-    config: ClassVar[type]
-    args: Any
-    inner_objective: Any
-    tokenizer: Any
-    is_encoder_decoder: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "config" in vars(cls):
-            known = {each.name for each in fields(cls.config)}
-            for name in (each for each in OPTIONS if each in known):
-                setattr(cls, name, OptionAttribute(name))
-
-    @property
-    def aux_loss_enabled(self) -> bool:
-        """Whether the load-balancing loss of a mixture of experts is a part of the loss."""
-        return self.inner_objective.aux_coefficient != 0
-
-    @property
-    def router_aux_loss_coef(self) -> float:
-        """Its weight."""
-        return self.inner_objective.aux_coefficient
-
-    @property
-    def padding_value(self) -> int | None:
-        """The tokenizer's padding token; batches have no padding."""
-        return None if self.tokenizer is None else self.tokenizer.pad_token_id
+def set_options(kind: Any) -> None:
+    """Makes options of a trainer's config attributes of its class."""
+    known = {each.name for each in fields(kind.config)}
+    for name in (each for each in OPTIONS if each in known):
+        setattr(kind, name, OptionAttribute(name))

@@ -37,11 +37,11 @@ from lowtide.run.unwise import unwise
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.step.models import OwnLoss
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.trainers.attributes import TrainerAttributes
-from lowtide.trainers.base import LowtideTrainer
+from lowtide.trainers.attributes import set_options
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.checkpoints.output_folder import check_output
 from lowtide.trainers.checkpoints.signals import stopping_at_once
+from lowtide.trainers.hooks import LowtideTrainer
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
 from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.start import StartReport
@@ -57,7 +57,7 @@ def public_call(doing: str) -> Iterator[None]:
         yield
 
 
-class MethodTrainer(TrainerAttributes, LowtideTrainer):
+class MethodTrainer(LowtideTrainer):
     """A trainer of one method. The arguments are TRL's of the method's trainer, in its order.
 
     Args:
@@ -88,8 +88,14 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     config: ClassVar[type[TrainingConfig]]
     __signature__: ClassVar[inspect.Signature]
     training_run: TrainingRun
+    is_encoder_decoder: ClassVar[bool] = False
     needs_tokenizer: ClassVar[bool] = True
     """False where a subclass's `prepare` takes token rows as they are."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "config" in vars(cls):
+            set_options(cls)
 
     @public_call("making the trainer")
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -209,6 +215,21 @@ class MethodTrainer(TrainerAttributes, LowtideTrainer):
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         return self.training_run.tokenizer
+
+    @property
+    def padding_value(self) -> int | None:
+        """The tokenizer's padding token; batches have no padding."""
+        return None if self.tokenizer is None else self.tokenizer.pad_token_id
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the load-balancing loss of a mixture of experts is a part of the loss."""
+        return self.inner_objective.aux_coefficient != 0
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """Its weight."""
+        return self.inner_objective.aux_coefficient
 
     @property
     def site(self) -> Site:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 DYING = """
 import os, signal, sys
 from lowtide.cli.main import main
-from lowtide.trainers.base import LowtideTrainer
+from lowtide.trainers.hooks import LowtideTrainer
 
 step = LowtideTrainer.training_step
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from lowtide.memory.optimizers.low_rank import loading_projectors
-from lowtide.trainers.base import LowtideTrainer
+from lowtide.trainers.hooks import LowtideTrainer
 from tests.support.marks import slow_but
 from tests.support.matrix.matrix import LOW_RANK, Run, check_equal, classes, make, rows, tokenizer, watched
 from tests.support.matrix.matrix_models import TASKS

@@ -29,10 +29,10 @@ from lowtide.rollout.turns import Turns
 from lowtide.run.rollouts import Figures, Made, RolloutMaker
 from lowtide.run.writing import make_generator
 from lowtide.step.metrics import Totals
+from lowtide.trainers.online import padded_masks
 from lowtide.trainers.online.completions_log import CompletionsLog
 from lowtide.trainers.online.entropy import kept_tokens
 from lowtide.trainers.online.order import PromptSampler, PromptStream, Windows
-from lowtide.trainers.online.padded_masks import PaddedMasks, check_not_overridden
 from lowtide.trainers.online.rewards import OF_REWARDS, make_rewards, start_value_head
 from lowtide.trainers.order import own_rows
 from lowtide.trainers.reference import ReferenceTrainer
@@ -46,7 +46,7 @@ OF_ROLLOUTS = (*OF_REWARDS, "tools", "rollout_func", "value_model")
 """Arguments of the trainer that are of rollouts alone."""
 
 
-class OnlineTrainer(PaddedMasks, ReferenceTrainer):
+class OnlineTrainer(ReferenceTrainer):
     """A trainer of a method that learns from completions of the policy. The arguments are TRL's, in its order.
 
     Args:
@@ -64,9 +64,11 @@ class OnlineTrainer(PaddedMasks, ReferenceTrainer):
     """
 
     options: RolloutOptions
+    get_high_entropy_mask = staticmethod(padded_masks.get_high_entropy_mask)
+    get_off_policy_mask = staticmethod(padded_masks.get_off_policy_mask)
 
     def __init__(self, *positional: Any, **named: Any) -> None:
-        check_not_overridden(type(self))
+        padded_masks.check_not_overridden(type(self))
         self._window: Made | None = None
         self._evaluating: Totals | None = None
         self._evaluated: list[Figures] = []

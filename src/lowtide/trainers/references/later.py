@@ -26,7 +26,7 @@ from lowtide.run.streamed_weights import stream_frozen
 from lowtide.trainers.references.precompute import state_digest, with_column
 
 if TYPE_CHECKING:
-    from lowtide.trainers.base import LowtideTrainer
+    from lowtide.trainers.hooks import LowtideTrainer
 
 WAY_OUT = (
     "pass this dataset as `eval_dataset` when the trainer is made, pass the reference's name as `ref_model`, or set "

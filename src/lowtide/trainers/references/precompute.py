@@ -38,7 +38,7 @@ from lowtide.step_plan import Limits
 from lowtide.terminal import Console
 
 if TYPE_CHECKING:
-    from lowtide.trainers.base import LowtideTrainer
+    from lowtide.trainers.hooks import LowtideTrainer
 
 NUMBER = "number"
 """Row value: the row's number in its dataset."""

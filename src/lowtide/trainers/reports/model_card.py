@@ -7,17 +7,12 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-from transformers import Trainer
 
 from lowtide.own_files import writing
-
-if TYPE_CHECKING:
-    from lowtide.engine.heads.head import Head
-    from lowtide.methods.method import Method
 
 SETTINGS = (
     *("learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps", "optim"),
@@ -28,29 +23,16 @@ FIGURES = {"train_loss": "loss, mean over training", "loss": "loss, last", "eval
 PACKAGES = ("lowtide", "transformers", "torch", "datasets", "tokenizers")
 
 
-class ModelCards(Trainer):
-    """`transformers.Trainer` whose `create_model_card` has TRL's arguments."""
+class Card:
+    """The card of what a trainer trained, in its output folder."""
 
-    method: Method
-    head: type[Head]
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args, self.method = trainer, trainer.args, trainer.method
 
-    def create_model_card(  # type: ignore[override]
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        **metadata: Any,
+    def write(
+        self, model_name: str | None, dataset_name: str | None, tags: str | list[str] | None, **metadata: Any
     ) -> None:
-        """Writes `README.md` to the output folder, on the first rank.
-
-        Args:
-            model_name: the title; by default the output folder's name.
-            dataset_name: what the model was trained on; a name on the hub is linked.
-            tags: further tags.
-            metadata: further fields of the card's YAML, such as `license` and `language`.
-        """
-        if not self.is_world_process_zero():
-            return
+        """Writes `README.md`; the arguments are those of `create_model_card`."""
         folder = Path(str(self.args.output_dir))
         name = model_name or folder.resolve().name
         own = ["generated_from_trainer", "lowtide", self.method.name]
@@ -71,12 +53,11 @@ class ModelCards(Trainer):
 
     @property
     def _base_model(self) -> str | None:
-        model: Any = self.model
-        return model.config.name_or_path or None
+        return self.trainer.model.config.name_or_path or None
 
     @property
     def _is_adapter(self) -> bool:
-        return hasattr(self.model, "peft_config")
+        return hasattr(self.trainer.model, "peft_config")
 
     def _card_text(self, name: str, dataset_name: str | None) -> str:
         parts = [f"# {name}", self._what_it_is(dataset_name), "## Use", self._use(name)]
@@ -95,13 +76,14 @@ class ModelCards(Trainer):
         return f"{what} {base}, trained with {method}{data} by lowtide."
 
     def _use(self, name: str) -> str:
-        lines = self.method.head.usage(self.hub_model_id or name)
+        lines = self.method.head.usage(self.trainer.hub_model_id or name)
         names = ", ".join(self.method.head.used)
         return "\n".join(["```python", f"from transformers import {names}", "", *lines, "```"])
 
     def _training(self) -> list[str]:
         """What it took and came to, its settings, and where a tracker shows it."""
-        state, last = self.state, {name: value for logs in self.state.log_history for name, value in logs.items()}
+        state = self.trainer.state
+        last = {name: value for logs in state.log_history for name, value in logs.items()}
         figures: dict[str, Any] = {"optimizer steps": f"{state.global_step:,}"}
         if state.epoch is not None:
             figures["epochs"] = f"{state.epoch:.3g}"

@@ -51,14 +51,14 @@ from lowtide.trainers.losses.own_loss import OwnLosses
 from lowtide.trainers.optimizers import OwnOptimizers
 from lowtide.trainers.order import RepeatableOrder, own_rows
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
-from lowtide.trainers.reports.model_card import ModelCards
+from lowtide.trainers.reports.model_card import Card
 from lowtide.trainers.reports.progress import RichProgress
 
 logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, RepeatableOrder, ModelCards):
+class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, RepeatableOrder):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -389,3 +389,23 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         """Goes on from there."""
         self.runner.totals, self._tokens_seen = Totals(), state["num_tokens"]
         self.runner.load_state_dict(state)
+
+    # -- the hub ---------------------------------------------------------------------------------------------------
+
+    def create_model_card(  # type: ignore[override]
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **metadata: Any,
+    ) -> None:
+        """Writes `README.md` to the output folder, on the first rank; the arguments are TRL's.
+
+        Args:
+            model_name: the title; by default the output folder's name.
+            dataset_name: what the model was trained on; a name on the hub is linked.
+            tags: further tags.
+            metadata: further fields of the card's YAML, such as `license` and `language`.
+        """
+        if self.is_world_process_zero():
+            Card(self).write(model_name, dataset_name, tags, **metadata)

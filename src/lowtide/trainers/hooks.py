@@ -12,12 +12,12 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers import EvalPrediction
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
@@ -49,7 +49,7 @@ from lowtide.trainers.checkpoints.stopping import StoppableRuns
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions
 from lowtide.trainers.losses.own_loss import OwnLosses
 from lowtide.trainers.optimizers import OwnOptimizers
-from lowtide.trainers.order import RepeatableOrder, own_rows
+from lowtide.trainers.order import RowOrder, counted, own_rows
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 from lowtide.trainers.reports.model_card import Card
 from lowtide.trainers.reports.progress import RichProgress
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, RepeatableOrder):
+class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -67,6 +67,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
     args: TrainingConfig
     model: Any
     optimizer: Any
+    kind_of_order: ClassVar[type[RowOrder]] = RowOrder
 
     def __init__(
         self,
@@ -81,7 +82,9 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         self.predicted_bytes: int | None = None
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
-        with engines_hidden(kwargs["args"]):
+        self.args = kwargs["args"]
+        self.order = self.kind_of_order(self)
+        with engines_hidden(self.args):
             super().__init__(callbacks=callbacks, **kwargs)
         self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
         self.check_optimizer()
@@ -152,6 +155,50 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         """A batch with what is drawn of it anew in each epoch; by default nothing is."""
         return batch
 
+    @property
+    def deals_rows(self) -> bool:
+        """Whether it may be any rank that computes a row."""
+        return True
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
+        return self.order.train_sampler(train_dataset, super()._get_train_sampler)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
+        return self.order.eval_sampler(eval_dataset, super()._get_eval_sampler)
+
+    def get_train_dataloader(self) -> DataLoader:
+        """As the Trainer's; the rows of a step are dealt evenly to ranks, where their lengths are known."""
+        return self.order.train_loader(super().get_train_dataloader)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As the Trainer's; a stream's rows are counted."""
+        return counted(super().get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """As the Trainer's; a stream's rows are counted."""
+        return counted(super().get_test_dataloader(test_dataset))
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **more: Any) -> DataLoader:
+        theirs = super()._get_dataloader
+        return self.order.loader(
+            lambda rows, size: theirs(rows, description, size, *args, **more),
+            dataset,
+            batch_size,
+            training=more.get("is_training", False),
+        )
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: str | None, trial: Any
+    ) -> tuple[int, int]:
+        start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        return self.resumed_at(checkpoint, self.order.resumed_at(checkpoint, start), max_steps, num_train_epochs)
+
+    def _run_epoch(self, **given: Any) -> None:
+        resumed = given["epoch"] == given["epochs_trained"]
+        taken = given["steps_trained_in_current_epoch"] if resumed else 0
+        self.order.begin_epoch(given["train_dataloader"], given["epoch"], taken)
+        super()._run_epoch(**given)
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty.
 
@@ -160,8 +207,9 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
         """
         batches, taken, batch = [], 0, None
         for _, inputs in zip(range(num_batches), epoch_iterator, strict=False):
-            batch = self.drawn(self.as_ragged(inputs), self.place[0])
-            self.place, taken = (self.place[0], self.place[1] + 1), taken + 1
+            batch = self.drawn(self.as_ragged(inputs), self.order.place[0])
+            self.order.advance()
+            taken += 1
             if count := own_rows(self.accelerator, batch.rows):
                 batches.append(batch if count == batch.rows else batch.select_rows(range(count)))
         if batch is None:
@@ -235,7 +283,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
 
     def _batch_of(self, rows: Sequence[int]) -> RaggedBatch:
         dataset: Any = self.train_dataset
-        return self.drawn(self.as_ragged(self.data_collator([dataset[row] for row in rows])), self.place[0])
+        return self.drawn(self.as_ragged(self.data_collator([dataset[row] for row in rows])), self.order.place[0])
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         with self._named_step():
@@ -383,7 +431,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers, Rep
     def run_state(self) -> dict[str, Any]:
         """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""
         unlogged = self.runner.totals.read(self.args.device).get("tokens", 0)
-        return {"num_tokens": self._tokens_seen + unlogged, **self.runner.state_dict(), "place": self.place}
+        return {"num_tokens": self._tokens_seen + unlogged, **self.runner.state_dict(), "place": self.order.place}
 
     def set_run_state(self, state: dict[str, Any]) -> None:
         """Goes on from there."""

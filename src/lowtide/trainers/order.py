@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, Sampler
-from transformers import Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from transformers.trainer_utils import has_length
 
@@ -153,27 +152,28 @@ def counted(loader: DataLoader) -> DataLoader:
     return loader
 
 
-class RepeatableOrder(Trainer):
-    """`transformers.Trainer` that knows the lengths of rows of all kinds, and finds its place in a stream again."""
+class RowOrder:
+    """The order in which a trainer takes rows: it knows the lengths of rows of all kinds, and finds its place in a
+    stream again. What the Trainer makes comes as a function `theirs`.
 
-    args: Any
-    place: tuple[int, int] = (0, 0)
-    """The pass over the rows, and the batches of it that were taken."""
+    Attributes:
+        place: the pass over the rows, and the batches of it that were taken.
+    """
 
-    def row_lengths(self, dataset: Any = None) -> np.ndarray | None:
-        """[rows]: the tokens of each row of a dataset; None where they are not known."""
-        raise NotImplementedError
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self.place: tuple[int, int] = (0, 0)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        """As the Trainer's, which looks for the lengths of rows in a column, and for whom each rank has its own; rows
+    def train_sampler(self, rows: Any, theirs: Callable[[Any], Sampler | None]) -> Sampler | None:
+        """The Trainer's, which looks for the lengths of rows in a column, and for whom each rank has its own; rows
         of like lengths meet in the batches of all ranks together, so that the order is that of one rank."""
         args = self.args
-        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        rows = self.trainer.train_dataset if rows is None else rows
         column = args.length_column_name
         if args.train_sampling_strategy in ("group_by_length", "batch_rebalance") and has_length(rows):
-            lengths = None if column in getattr(rows, "column_names", ()) else self.row_lengths(rows)
+            lengths = None if column in getattr(rows, "column_names", ()) else self.trainer.row_lengths(rows)
             rows = rows if lengths is None else Dataset.from_dict({column: lengths})
-        sampler = super()._get_train_sampler(rows)
+        sampler = theirs(rows)
         if isinstance(sampler, BatchRebalanceSampler):
             rows_in_all = args.train_batch_size * args.gradient_accumulation_steps * args.data_ranks
             ours = {"dp_size": args.data_ranks, "rank": args.data_rank, "effective_batch_size": rows_in_all}
@@ -185,36 +185,39 @@ class RepeatableOrder(Trainer):
         seed = args.seed if args.data_seed is None else args.data_seed
         return GroupedByLength(sampler.batch_size * args.data_ranks, sampler.lengths, seed)
 
-    def get_train_dataloader(self) -> DataLoader:
-        """As the Trainer's; the rows of a step are dealt evenly to ranks, where their lengths are known."""
-        loader = counted(super().get_train_dataloader())
+    def eval_sampler(self, rows: Any, theirs: Callable[[Any], Sampler | None]) -> Sampler | None:
+        """The Trainer's."""
+        return theirs(rows)
+
+    def loader(self, theirs: Callable[..., DataLoader], dataset: Any, size: int, *, training: bool) -> DataLoader:
+        """The Trainer's loader of a dataset, `size` rows at a time."""
+        return theirs(dataset, size)
+
+    def train_loader(self, theirs: Callable[[], DataLoader]) -> DataLoader:
+        """The Trainer's; the rows of a step are dealt evenly to ranks, where their lengths are known."""
+        loader = counted(theirs())
         shard: Any = loader.batch_sampler
-        if isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler and self.deals_rows:
-            lengths = None if shard.split_batches else self.row_lengths()
+        deals = isinstance(shard, BatchSamplerShard) and type(shard.batch_sampler) is BatchSampler
+        if deals and self.trainer.deals_rows:
+            lengths = None if shard.split_batches else self.trainer.row_lengths()
             if lengths is not None:
                 turns = self.args.gradient_accumulation_steps
                 shard.batch_sampler = DealtEvenly(shard.batch_sampler, lengths, shard.num_processes, turns)
         return loader
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """As the Trainer's; a stream's rows are counted."""
-        return counted(super().get_eval_dataloader(eval_dataset))
+    def advance(self) -> None:
+        """One more batch of this pass is taken."""
+        self.place = (self.place[0], self.place[1] + 1)
 
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """As the Trainer's; a stream's rows are counted."""
-        return counted(super().get_test_dataloader(test_dataset))
+    def begin_epoch(self, loader: DataLoader, epoch: int, taken: int) -> None:
+        """A pass over the rows, of which so many batches were taken before."""
+        self.place = epoch, taken
+        _set_epoch(loader, epoch)
 
-    @property
-    def deals_rows(self) -> bool:
-        """Whether it may be any rank that computes a row."""
-        return True
-
-    def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: str | None, trial: Any
-    ) -> tuple[int, int]:
-        """As the Trainer's, which takes a stream for one that does not end."""
-        start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
-        if checkpoint is None or has_length(self.train_dataset) or self.args.ignore_data_skip:
+    def resumed_at(self, checkpoint: str | None, start: tuple[int, int]) -> tuple[int, int]:
+        """Where a resumed run is in its rows: where the Trainer has it, which takes a stream for one that does not
+        end, or where the stream was."""
+        if checkpoint is None or has_length(self.trainer.train_dataset) or self.args.ignore_data_skip:
             return start
         place = saved_run_state(checkpoint).get("place")
         if place is None:
@@ -224,12 +227,6 @@ class RepeatableOrder(Trainer):
             )
             return start
         return place[0], place[1]
-
-    def _run_epoch(self, **given: Any) -> None:
-        resumed = given["epoch"] == given["epochs_trained"]
-        self.place = given["epoch"], given["steps_trained_in_current_epoch"] if resumed else 0
-        _set_epoch(given["train_dataloader"], given["epoch"])
-        super()._run_epoch(**given)
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:

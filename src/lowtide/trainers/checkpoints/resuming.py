@@ -162,11 +162,10 @@ class ResumableRuns(WholeCheckpoints):
 
     # -- what is loaded ----------------------------------------------------------------------------------------------
 
-    def _init_training_state(
-        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: str | None, trial: Any
+    def resumed_at(
+        self, checkpoint: str | None, start: tuple[int, int], max_steps: int, num_train_epochs: int
     ) -> tuple[int, int]:
-        """As the Trainer's, which trains on beyond the last step."""
-        start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
+        """Where a resumed run starts; the Trainer trains on beyond the last step."""
         if checkpoint is None or self.state.global_step < max_steps:
             return start
         self.trained_nothing = True

@@ -5,13 +5,18 @@ The order is that of TRL's `RepeatSampler`, seed by seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import contextlib
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+
+from lowtide.trainers.order import RowOrder
+
+READ_HERE = "each worker of a stream would read other rows, and tear the completions of a prompt apart"
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,50 @@ class PromptStream(IterableDataset):
             for _ in range(self.windows.repeats):
                 for row in window:
                     yield from [row] * self.windows.completions
+
+
+class PromptOrder(RowOrder):
+    """The order in which a trainer whose policy writes takes prompts: a row for each completion of this rank, as it
+    is, in batches of a whole window."""
+
+    def train_sampler(self, rows: Any, theirs: Any) -> PromptSampler:
+        rows = self.trainer.train_dataset if rows is None else rows
+        return PromptSampler(rows, self.trainer.windows, self.args.shuffle_dataset, self.args.seed)
+
+    def eval_sampler(self, rows: Any, theirs: Any) -> PromptSampler:
+        return PromptSampler(rows, self._evaluated, shuffle=False)
+
+    def train_loader(self, theirs: Callable[[], DataLoader]) -> DataLoader:
+        return theirs()
+
+    def loader(self, theirs: Callable[..., DataLoader], dataset: Any, size: int, *, training: bool) -> DataLoader:
+        if not hasattr(dataset, "__len__"):
+            if training and self.args.shuffle_dataset:
+                dataset = dataset.shuffle(seed=self.args.seed)
+            dataset = PromptStream(dataset, self.trainer.windows if training else self._evaluated)
+        size *= self.trainer.learning.completions * (self.args.steps_of_generation if training else 1)
+        with self._rows_as_they_are(), self._read_here(dataset):
+            return theirs(dataset, size)
+
+    @property
+    def _evaluated(self) -> Windows:
+        """What is written at a time in evaluation."""
+        return Windows(1, self.args.generations_eval)
+
+    @contextlib.contextmanager
+    def _rows_as_they_are(self) -> Iterator[None]:
+        before, self.trainer.data_collator = self.trainer.data_collator, list
+        try:
+            yield
+        finally:
+            self.trainer.data_collator = before
+
+    @contextlib.contextmanager
+    def _read_here(self, dataset: Any) -> Iterator[None]:
+        """Without workers where a stream is read (`READ_HERE`)."""
+        before = self.args.dataloader_num_workers
+        self.args.dataloader_num_workers = 0 if isinstance(dataset, PromptStream) else before
+        try:
+            yield
+        finally:
+            self.args.dataloader_num_workers = before

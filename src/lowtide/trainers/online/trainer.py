@@ -6,7 +6,6 @@ them; each micro-batch then learns from its share, `num_iterations` times. A win
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from lowtide.step.metrics import Totals
 from lowtide.trainers.online import padded_masks
 from lowtide.trainers.online.completions_log import CompletionsLog
 from lowtide.trainers.online.entropy import kept_tokens
-from lowtide.trainers.online.order import PromptSampler, PromptStream, Windows
+from lowtide.trainers.online.order import READ_HERE, PromptOrder, PromptSampler, Windows
 from lowtide.trainers.online.rewards import OF_REWARDS, make_rewards, start_value_head
 from lowtide.trainers.order import own_rows
 from lowtide.trainers.reference import ReferenceTrainer
@@ -41,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 ROLLOUT = "rollout_{rank}.safetensors"
 """The file of a checkpoint for the window that a rank is in the middle of."""
-READ_HERE = "each worker of a stream would read other rows, and tear the completions of a prompt apart"
 OF_ROLLOUTS = (*OF_REWARDS, "tools", "rollout_func", "value_model")
 """Arguments of the trainer that are of rollouts alone."""
 
@@ -64,6 +62,7 @@ class OnlineTrainer(ReferenceTrainer):
     """
 
     options: RolloutOptions
+    kind_of_order = PromptOrder
     get_high_entropy_mask = staticmethod(padded_masks.get_high_entropy_mask)
     get_off_policy_mask = staticmethod(padded_masks.get_off_policy_mask)
 
@@ -217,73 +216,25 @@ class OnlineTrainer(ReferenceTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = ["prompt", "prompt_ids", "image", "images"]
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> PromptSampler:
-        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        return PromptSampler(dataset, self.windows, self.options.shuffle_dataset, self.args.seed)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> PromptSampler:
-        return PromptSampler(eval_dataset, Windows(1, self.options.generations_eval), shuffle=False)
-
-    def get_train_dataloader(self) -> DataLoader:
-        """Batches of rows as they are, each of a whole window: a row for each completion of this rank."""
-        dataset: Any = self.train_dataset
-        if not hasattr(dataset, "__len__"):
-            shuffled = dataset.shuffle(seed=self.args.seed) if self.options.shuffle_dataset else dataset
-            dataset = PromptStream(shuffled, self.windows)
-        size = self._train_batch_size * self.options.steps_of_generation * self.learning.completions
-        with self._rows_as_they_are():
-            return self._get_dataloader(dataset, "Training", size, self._get_train_sampler, is_training=True)
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = self.eval_dataset[dataset] if isinstance(dataset, str) else dataset  # type: ignore[index]
-        if dataset is not None and not hasattr(dataset, "__len__"):
-            eval_dataset = PromptStream(dataset, Windows(1, self.options.generations_eval))
-        with self._rows_as_they_are(), self._read_here(eval_dataset):
-            return super().get_eval_dataloader(eval_dataset)
-
-    @contextlib.contextmanager
-    def _read_here(self, dataset: Any) -> Iterator[None]:
-        """Without workers where a stream is read (`READ_HERE`)."""
-        before = self.args.dataloader_num_workers
-        self.args.dataloader_num_workers = 0 if isinstance(dataset, PromptStream) else before
-        try:
-            yield
-        finally:
-            self.args.dataloader_num_workers = before
-
-    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **more: Any) -> DataLoader:
-        """As the Trainer's; of rows to evaluate on there is one for each completion."""
-        if not more.get("is_training", False):
-            batch_size *= self.learning.completions
-        return super()._get_dataloader(dataset, description, batch_size, *args, **more)
-
-    @contextlib.contextmanager
-    def _rows_as_they_are(self) -> Iterator[None]:
-        before, self.data_collator = self.data_collator, list
-        try:
-            yield
-        finally:
-            self.data_collator = before
-
     # -- a step --------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The completions of one optimizer step as one batch; the Trainer's places for the earlier ones stay empty."""
         args, parts, taken = self.options, [], 0
         for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-            within = self.place[1] % self.windows.repeats
+            within = self.order.place[1] % self.windows.repeats
             if within == 0 or self._window is None:
                 if within:
                     logger.warning("the completions of this window were not saved: they are written anew")
                 self._window = self._made(rows, args.num_generations)
             share, each = within % args.steps_of_generation, self._train_batch_size
             rollout, count = self._window.rollout, each * args.steps_of_generation
-            window, repeat = self.place[1] // self.windows.repeats, within // args.steps_of_generation
-            order = self.learning.order(count, self.args.seed, self.place[0], window, repeat)
+            window, repeat = self.order.place[1] // self.windows.repeats, within // args.steps_of_generation
+            order = self.learning.order(count, self.args.seed, self.order.place[0], window, repeat)
             chosen = order[share * each : (share + 1) * each]
             parts.append(self.learning.batch(rollout, chosen, sharing=self._sharing))
-            self.place, taken = (self.place[0], self.place[1] + 1), taken + 1
+            self.order.advance()
+            taken += 1
         if not parts:
             return [], None
         batch = RaggedBatch.concat(parts).to(self.args.device)
@@ -297,7 +248,7 @@ class OnlineTrainer(ReferenceTrainer):
         """Completions of rows, written by the policy as it is, and logged."""
         first = self.args.data_rank * len(rows)
         if self._evaluating is None:
-            place = (0, self.place[0], self.place[1] // self.windows.repeats, first)
+            place = (0, self.order.place[0], self.order.place[1] // self.windows.repeats, first)
         else:
             place = (1, self.state.global_step, self._eval_rows + first)
         made = self.maker.make(
@@ -399,9 +350,9 @@ class OnlineTrainer(ReferenceTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         """As the Trainer's, with the window that a rank is in the middle of."""
         super()._save_rng_state(output_dir)
-        if self._window is not None and self.place[1] % self.windows.repeats:
+        if self._window is not None and self.order.place[1] % self.windows.repeats:
             path = Path(output_dir, ROLLOUT.format(rank=self.args.process_index))
-            self._window.rollout.save(path, place=list(self.place))
+            self._window.rollout.save(path, place=list(self.order.place))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """As the others', with the window, which the first batch needs before random states are put back."""

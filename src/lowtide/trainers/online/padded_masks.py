@@ -6,6 +6,8 @@ that to override them would change nothing.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -14,7 +16,7 @@ from lowtide.trainers.online.entropy import of_all_ranks
 
 
 def get_high_entropy_mask(
-    entropies: Float[Tensor, "rows longest"], mask: Tensor, threshold: float
+    trainer: Any, entropies: Float[Tensor, "rows longest"], mask: Tensor, threshold: float
 ) -> Bool[Tensor, "rows longest"]:
     """Which tokens that `mask` keeps are of at least the entropy that the share `threshold` of them is below.
 

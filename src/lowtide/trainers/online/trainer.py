@@ -63,7 +63,7 @@ class OnlineTrainer(ReferenceTrainer):
 
     options: RolloutOptions
     kind_of_order = PromptOrder
-    get_high_entropy_mask = staticmethod(padded_masks.get_high_entropy_mask)
+    get_high_entropy_mask = padded_masks.get_high_entropy_mask
     get_off_policy_mask = staticmethod(padded_masks.get_off_policy_mask)
 
     def __init__(self, *positional: Any, **named: Any) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
-from transformers import EvalPrediction
+from transformers import EvalPrediction, Trainer
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
@@ -32,6 +32,7 @@ from lowtide.ranks.same_rows import check_same_batch
 from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import distributed
 from lowtide.run.edge import TO_DO
+from lowtide.run.optimizers import NAMES, own_optimizer
 from lowtide.run.options.sharding import engines_hidden
 from lowtide.run.options.training import TrainingConfig
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
@@ -48,7 +49,7 @@ from lowtide.trainers.checkpoints.resuming import ResumableRuns
 from lowtide.trainers.checkpoints.stopping import StoppableRuns
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions
 from lowtide.trainers.losses.own_loss import OwnLosses
-from lowtide.trainers.optimizers import OwnOptimizers
+from lowtide.trainers.optimizers import OptimizerMaker
 from lowtide.trainers.order import RowOrder, counted, own_rows
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 from lowtide.trainers.reports.model_card import Card
@@ -58,7 +59,7 @@ logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers):
+class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -84,11 +85,12 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers):
         self.tokens_in_steps = 0
         self.args = kwargs["args"]
         self.order = self.kind_of_order(self)
+        self.optimizer_maker = OptimizerMaker(self)
         with engines_hidden(self.args):
             super().__init__(callbacks=callbacks, **kwargs)
         self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
-        self.check_optimizer()
-        runner.updater.accelerator, runner.optimizer_name = self.accelerator, self.optimizer_name
+        self.optimizer_maker.check(super().create_optimizer)
+        runner.updater.accelerator, runner.optimizer_name = self.accelerator, self.optimizer_maker.name
         self._mark = HighWater(self.args.device)
         self._memory_log = MemoryLog(self._mark)
         runner.phases.listeners.append(self._mark)
@@ -253,15 +255,29 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns, OwnOptimizers):
         return loss
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As the Trainer's; the step knows of it."""
-        self.runner.updater.optimizer = optimizer = super().create_optimizer(model)
+        """As the Trainer's, with its states where they belong; the step knows of it."""
+        theirs = super().create_optimizer
+        self.runner.updater.optimizer = optimizer = self.optimizer_maker.make(lambda: theirs(model))
         self.runner.updater.adopt(self.runner.model, unwrap_optimizer(optimizer))
         return optimizer
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As the Trainer's, and lowtide's own."""
+        return own_optimizer(args, model) if args.optim in NAMES else Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """As the Trainer's, with the steps of a decay that is said as a share of all, or as DeepSpeed's config says."""
+        theirs = super().create_scheduler
+        return self.optimizer_maker.schedule(
+            lambda: theirs(num_training_steps, optimizer), num_training_steps, optimizer
+        )
+
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.ranks.replicas`), and a
-        model's forward stays its own: `engine.forward` has autocast around it."""
+        """As the Trainer's; ranks that hold the same weights are not wrapped (see `lowtide.ranks.replicas`), a model's
+        forward stays its own (`engine.forward` has autocast around it), and states stay where they belong."""
         super().create_accelerator_and_postprocess()
+        self.optimizer_maker.leave_states_in_place()
         leave_models_unwrapped(self.accelerator)
         if self.args.sharding.same_rows > 1:
             share_batches(self.accelerator, self.args.sharding.same_rows)

@@ -1,13 +1,12 @@
-"""`transformers.Trainer` that makes lowtide's optimizers beside its own."""
+"""The optimizer and the schedule of a trainer: lowtide's and those of the Trainer."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import Trainer
 
 from lowtide.compat.accelerate import leave_states_in_place
 from lowtide.compat.deepspeed import schedule_of
@@ -18,12 +17,10 @@ from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.ranks.shards import step_local_shards
 from lowtide.run.optimizers import (
     KNOWN,
-    NAMES,
     check_flat,
     check_given,
     check_one_by_one,
     check_steps,
-    own_optimizer,
     settle_optimizer,
 )
 from lowtide.run.options.deepspeed import given_schedule
@@ -33,90 +30,93 @@ from lowtide.trainers.checkpoints.run_record import optimizer_layout
 logger = logging.getLogger(__name__)
 
 
-class OwnOptimizers(Trainer):
-    """`transformers.Trainer` that makes lowtide's optimizers too, refuses what cannot step as the options say before
-    anything is trained, and puts states where they belong."""
+class OptimizerMaker:
+    """Makes the optimizer and the schedule of a trainer, lowtide's own too. It refuses what cannot step as the options
+    say before anything is trained, and puts states where they belong. What the Trainer makes comes as a function
+    `theirs`.
 
-    args: Any
-    optimizer: Any
-    optimizer_name: str
-    """As `optim` names the optimizer that steps; empty where one was passed whose states are not known."""
-    optimizer_kind: type
+    Attributes:
+        name: as `optim` names the optimizer that steps; empty where one was passed whose states are not known.
+        kind: its class.
+        group_settings: the names in a group of its parameters.
+        layout: what decides which states it has.
+    """
+
+    name: str
+    kind: type
     group_settings: frozenset[str]
-    """The names in a group of the optimizer's parameters."""
-    states_layout: dict[str, Any]
-    """What decides which states the optimizer has."""
-    _settled: Any = None
-    """The optimizer whose states are where they belong."""
+    layout: dict[str, Any]
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As the Trainer's, and lowtide's own."""
-        return own_optimizer(args, model) if args.optim in NAMES else Trainer.get_optimizer_cls_and_kwargs(args, model)
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self._settled: Any = None
+        """The optimizer whose states are where they belong."""
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the Trainer's, with the steps of a decay that is said as a share of all, or as DeepSpeed's config says."""
-        if self.lr_scheduler is None and (found := given_schedule(self.args, num_training_steps)):
-            self.lr_scheduler = schedule_of(*found, unwrap_optimizer(optimizer or self.optimizer))
-            return self.lr_scheduler
-        if self.lr_scheduler is None and (text := unreached(self.args, num_training_steps)):
+    def schedule(self, theirs: Callable[[], Any], num_training_steps: int, optimizer: Any) -> Any:
+        """The Trainer's, with the steps of a decay that is said as a share of all, or as DeepSpeed's config says."""
+        trainer, args = self.trainer, self.args
+        if trainer.lr_scheduler is None and (found := given_schedule(args, num_training_steps)):
+            trainer.lr_scheduler = schedule_of(*found, unwrap_optimizer(optimizer or trainer.optimizer))
+            return trainer.lr_scheduler
+        if trainer.lr_scheduler is None and (text := unreached(args, num_training_steps)):
             logger.warning(text)
-        given = self.args.lr_scheduler_kwargs
-        self.args.lr_scheduler_kwargs = schedule_arguments(self.args, num_training_steps) or None
+        given = args.lr_scheduler_kwargs
+        args.lr_scheduler_kwargs = schedule_arguments(args, num_training_steps) or None
         try:
-            return super().create_scheduler(num_training_steps, optimizer)
+            return theirs()
         finally:
-            self.args.lr_scheduler_kwargs = given
+            args.lr_scheduler_kwargs = given
 
-    def check_optimizer(self) -> None:
+    def check(self, theirs: Callable[[], Any]) -> None:
         """Makes the optimizer once, without states, so that one that cannot be made or used is refused now."""
-        given, kind = self.optimizer, None
+        trainer, args = self.trainer, self.args
+        given, kind = trainer.optimizer, None
         if given is not None:
             kind = type(unwrap_optimizer(given))
-            check_given(kind, "optimizers", self.args)
-        elif self.optimizer_cls_and_kwargs is not None:
-            kind = self.optimizer_cls_and_kwargs[0]
-            check_given(kind, "optimizer_cls_and_kwargs", self.args)
-        self.optimizer_name = optimizer_name(self.args) if kind is None else KNOWN.get(kind, "")
+            check_given(kind, "optimizers", args)
+        elif trainer.optimizer_cls_and_kwargs is not None:
+            kind = trainer.optimizer_cls_and_kwargs[0]
+            check_given(kind, "optimizer_cls_and_kwargs", args)
+        self.name = optimizer_name(args) if kind is None else KNOWN.get(kind, "")
         with torch.random.fork_rng(devices=[]):  # some draw seeds
-            made = unwrap_optimizer(self._made_optimizer(None))
-        check_steps(made, cast(nn.Module, self.model))
-        check_one_by_one(made, self.args)
-        if self.args.zero_config is not None:
+            made = unwrap_optimizer(self._made(theirs))
+        check_steps(made, trainer.model)
+        check_one_by_one(made, args)
+        if args.zero_config is not None:
             check_flat(made)
-        self.optimizer_kind, self.group_settings = type(made), frozenset(made.param_groups[0])
-        self.states_layout = optimizer_layout(made)
-        self.optimizer = given
+        self.kind, self.group_settings = type(made), frozenset(made.param_groups[0])
+        self.layout = optimizer_layout(made)
+        trainer.optimizer = given
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; accelerate would move states to the device that belong elsewhere."""
-        super().create_accelerator_and_postprocess()
-        leave_states_in_place(
-            self.accelerator,
-            lambda optimizer: self.args.zero_config or hasattr(unwrap_optimizer(optimizer), "host_states"),
-        )
-
-    def _made_optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """As the Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""
-        let_go(cast(nn.Module, self.model))
-        if self.optimizer_cls_and_kwargs is None:
-            with groups_as_on_one_rank():
-                return super().create_optimizer(model)
-        kind, options = self.optimizer_cls_and_kwargs
-        given = {name: list(value) if name == "params" else value for name, value in options.items()}
-        groups = [dict(each) if isinstance(each, dict) else each for each in given.get("params", ())]
-        self.optimizer_cls_and_kwargs = kind, given | ({"params": groups} if groups else {})
-        try:
-            return super().create_optimizer(model)
-        finally:
-            self.optimizer_cls_and_kwargs = kind, given
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As the Trainer's, with its states where they belong."""
-        optimizer = self._made_optimizer(model)
+    def make(self, theirs: Callable[[], Any]) -> torch.optim.Optimizer:
+        """The Trainer's, with its states where they belong."""
+        optimizer = self._made(theirs)
         inner = unwrap_optimizer(optimizer)
         if inner is not self._settled:
             step_local_shards(inner)
-            settle_optimizer(inner, self.args, cast(nn.Module, self.model))
+            settle_optimizer(inner, self.args, self.trainer.model)
             self._settled = inner
         return optimizer
+
+    def leave_states_in_place(self) -> None:
+        """Keeps accelerate from moving states to the device that belong elsewhere."""
+        leave_states_in_place(
+            self.trainer.accelerator,
+            lambda optimizer: self.args.zero_config or hasattr(unwrap_optimizer(optimizer), "host_states"),
+        )
+
+    def _made(self, theirs: Callable[[], Any]) -> torch.optim.Optimizer:
+        """The Trainer's, which takes the groups out of the arguments that it is given, and torch fills them in."""
+        trainer = self.trainer
+        let_go(trainer.model)
+        if trainer.optimizer_cls_and_kwargs is None:
+            with groups_as_on_one_rank():
+                return theirs()
+        kind, options = trainer.optimizer_cls_and_kwargs
+        given = {name: list(value) if name == "params" else value for name, value in options.items()}
+        groups = [dict(each) if isinstance(each, dict) else each for each in given.get("params", ())]
+        trainer.optimizer_cls_and_kwargs = kind, given | ({"params": groups} if groups else {})
+        try:
+            return theirs()
+        finally:
+            trainer.optimizer_cls_and_kwargs = kind, given

@@ -35,9 +35,9 @@ def run_record(trainer: Any) -> dict[str, Any]:
     trained = (p for p in trainer.model.parameters() if p.requires_grad)
     return {
         "versions": {name: _version(name) for name in ("lowtide", "torch", "transformers")},
-        "optimizer": trainer.states_layout,
+        "optimizer": trainer.optimizer_maker.layout,
         "scheduler": scheduler_name(trainer),
-        "settings": {name: getattr(args, name) for name in IN_STATES} if trainer.optimizer_name else {},
+        "settings": {name: getattr(args, name) for name in IN_STATES} if trainer.optimizer_maker.name else {},
         "adapters": hasattr(trainer.model, "peft_config"),
         "trained": digest(trainer.model),
         "rows": len(rows) if has_length(rows) else None,

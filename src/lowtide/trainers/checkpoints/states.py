@@ -29,7 +29,7 @@ def check_states(trainer: Any, path: Path) -> dict[str, str]:
     count = sum(len(group["params"]) for group in saved["param_groups"])
     if count != len(trained):
         return {OPTIMIZER: f"it is of {count} trained parameters, and this run trains {len(trained)}"}
-    kind: type = trainer.optimizer_kind
+    kind: type = trainer.optimizer_maker.kind
     foreign = _foreign(trainer, saved)
     if foreign:
         return {OPTIMIZER: f"it is of another optimizer than this run's {kind.__name__}: it {foreign}"}
@@ -42,10 +42,10 @@ def check_states(trainer: Any, path: Path) -> dict[str, str]:
 
 def _foreign(trainer: Any, saved: Mapping[str, Any]) -> str:
     """What tells that states are of another optimizer; empty where nothing does."""
-    if lacking := trainer.group_settings - NEWER - saved["param_groups"][0].keys():
+    if lacking := trainer.optimizer_maker.group_settings - NEWER - saved["param_groups"][0].keys():
         return f"lacks {min(lacking)}"
     names = {name for state in saved["state"].values() for name in state}
-    known = KNOWN.get(trainer.optimizer_kind)
+    known = KNOWN.get(trainer.optimizer_maker.kind)
     if known is None or not names:
         return ""
     if others := names - known:

@@ -65,7 +65,7 @@ def _advice(trainer: Reported, error: OutOfMemory) -> list[str]:
 
 def _held(trainer: Reported) -> dict[str, int]:
     """Bytes by category at the peak; the rest beside the states counts as activations."""
-    states = predict_states(trainer.model, trainer.optimizer_name)
+    states = predict_states(trainer.model, trainer.optimizer_maker.name)
     rest = peak_bytes(trainer.args.device) - states.total
     found = {
         "weights": states.weights,

@@ -18,7 +18,7 @@ class Reported(Protocol):
     train_dataset: Any
     planned: Any
     predicted_bytes: int | None
-    optimizer_name: str
+    optimizer_maker: Any
     resumption: Any
     seconds_in_steps: float
     tokens_in_steps: int

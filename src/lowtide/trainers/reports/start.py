@@ -47,7 +47,7 @@ class StartReport(TrainerCallback):
 
     def __init__(self, trainer: Reported, engine: Engine) -> None:
         self.trainer, self.engine = trainer, engine
-        self.states = predict_states(trainer.model, trainer.optimizer_name)
+        self.states = predict_states(trainer.model, trainer.optimizer_maker.name)
         self.stream = stream_of(trainer.model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -30,7 +30,7 @@ from .ranks import RANKS, SLACK, TIMEOUT
 LAYER = "transformers.models.qwen3.modeling_qwen3:Qwen3DecoderLayer.forward"
 STEP = "lowtide.trainers.hooks:LowtideTrainer.training_step"
 EVALUATION = "lowtide.trainers.hooks:LowtideTrainer.evaluation_loop"
-SAVING = "lowtide.trainers.checkpoints.whole:WholeCheckpoints._save_checkpoint"
+SAVING = "lowtide.trainers.hooks:LowtideTrainer._save_checkpoint"
 STEPS = 3
 """Of a run, with a checkpoint after each, and an evaluation after the second."""
 FAULTS = ("killed", "stopped", "starved", "raises")

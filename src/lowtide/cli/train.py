@@ -391,7 +391,7 @@ def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option],
     output, run_file = given.output, given.output / RUN_FILE
     again = ["lowtide", given.method, "--config", str(run_file), *_on_processes(config)]
     trainer = given.trainer(config)
-    trainer.resumes_with = lambda checkpoint: shlex.join([*again, "--resume_from_checkpoint", checkpoint])
+    trainer.stopping.resumes_with = lambda checkpoint: shlex.join([*again, "--resume_from_checkpoint", checkpoint])
     if config.should_save:  # what was asked for: the config has filled fields in
         write_run_file(run_file, {**given.values, **trainer.planned.settings}, options, method=given.method)
     if trainer.eval_dataset is not None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -45,8 +46,9 @@ from lowtide.step.rehearsal import rehearse
 from lowtide.step.runner import StepRunner
 from lowtide.step.updater import NotFiniteStep
 from lowtide.step_plan import Limits
-from lowtide.trainers.checkpoints.resuming import ResumableRuns
-from lowtide.trainers.checkpoints.stopping import StoppableRuns
+from lowtide.trainers.checkpoints.resuming import Resuming, Resumption
+from lowtide.trainers.checkpoints.stopping import Stopping
+from lowtide.trainers.checkpoints.whole import WholeCheckpoints
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions
 from lowtide.trainers.losses.own_loss import OwnLosses
 from lowtide.trainers.optimizers import OptimizerMaker
@@ -59,7 +61,7 @@ logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns):
+class LowtideTrainer(OwnLosses):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -86,6 +88,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns):
         self.args = kwargs["args"]
         self.order = self.kind_of_order(self)
         self.optimizer_maker = OptimizerMaker(self)
+        self.checkpoints, self.resuming, self.stopping = WholeCheckpoints(self), Resuming(self), Stopping(self)
         with engines_hidden(self.args):
             super().__init__(callbacks=callbacks, **kwargs)
         self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
@@ -193,7 +196,9 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns):
         self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
         start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
-        return self.resumed_at(checkpoint, self.order.resumed_at(checkpoint, start), max_steps, num_train_epochs)
+        return self.resuming.started_at(
+            checkpoint, self.order.resumed_at(checkpoint, start), max_steps, num_train_epochs
+        )
 
     def _run_epoch(self, **given: Any) -> None:
         resumed = given["epoch"] == given["epochs_trained"]
@@ -221,12 +226,30 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; what is changed for the time of training is undone afterwards."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; what is changed for the time of training is undone afterwards.
+
+        Raises:
+            Interrupted: Ctrl-C; a `KeyboardInterrupt`.
+            Stopped: SIGTERM; a `SystemExit`.
+            ValueError: another process trains into the folder, or the checkpoint cannot be resumed from.
+        """
         try:
-            return super().train(*args, **kwargs)
+            with self.stopping.during_training(), self.resuming.during_training(resume_from_checkpoint) as checkpoint:
+                self.checkpoints.last = checkpoint
+                return super().train(checkpoint, *args, **kwargs)
         finally:
             self.runner.end()
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """As the Trainer's, after each step and epoch; then ends, if a rank was told to stop."""
+        theirs = super()._maybe_log_save_evaluate
+        self.stopping.after_step(
+            lambda: theirs(tr_loss, grad_norm, model, trial, *args, **kwargs),
+            lambda: self._save_checkpoint(model, trial),
+        )
 
     def row_lengths(self, dataset: Any = None, *, trained: bool = False) -> np.ndarray | None:
         """[rows]: the tokens of each row of a dataset, by default the training set, as its batches have them, or those
@@ -389,7 +412,7 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns):
         wanted = self.compute_metrics is not None or description == "Prediction"
         kept = PaddedPredictions() if self.evaluates_plainly(wanted) else self.predictions(wanted, model)
         for number, inputs in enumerate(dataloader):
-            self.leave_evaluation_if_stopped()
+            self.stopping.leave_evaluation()
             batch = self.drawn(self.as_ragged(inputs), EVALUATION)
             count = self.own_rows(batch)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
@@ -443,6 +466,70 @@ class LowtideTrainer(OwnLosses, StoppableRuns, ResumableRuns):
         return model if is_sharded(model) else model.to(self.args.device)  # a DTensor would be copied
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The checkpoint that this run wrote last, or resumed from."""
+        return self.checkpoints.last
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """What this training resumes from."""
+        return self.resuming.resumption
+
+    @property
+    def trained_nothing(self) -> bool:
+        """Whether the checkpoint is at the end of the run already."""
+        return self.resuming.trained_nothing
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        theirs = super()._save_checkpoint
+
+        def write(folder: str) -> None:
+            self._get_output_dir = lambda trial: folder  # type: ignore[method-assign]
+            try:
+                theirs(model, trial)
+            finally:
+                del self._get_output_dir
+
+        self.checkpoints.save(Path(self._get_output_dir(trial=trial)), write, super()._push_from_checkpoint)
+        self.stopping.saved_step = self.state.global_step
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not yet: what is pushed is read in the background, and the folder is about to get another name."""
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        theirs, run = super()._finalize_training, Path(self._get_output_dir(trial=trial))
+        return self.checkpoints.end(run, lambda: theirs(trial, num_train_samples, start_time))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's; what could not be written is said of the folder that it was meant for.
+
+        Raises:
+            ValueError: it could not be written; while a checkpoint is, ranks meet first.
+        """
+        theirs = super().save_model
+        self.checkpoints.save_model(
+            output_dir, _internal_call, lambda: theirs(output_dir, _internal_call), lambda *args: self._save(*args)
+        )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        theirs = super()._save_optimizer_and_scheduler
+        self.checkpoints.save_states(Path(output_dir), lambda: theirs(output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self.resuming.load_weights(resume_from_checkpoint, model, super()._load_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self.resuming.load_best(super()._load_best_model, self._load_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        theirs = super()._load_optimizer_and_scheduler
+        self.resuming.load_states(checkpoint, lambda: theirs(checkpoint))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self.resuming.loads_random_state:
+            super()._load_rng_state(checkpoint)
 
     def run_state(self) -> dict[str, Any]:
         """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -44,9 +44,11 @@ from lowtide.trainers.checkpoints.shards import (
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, OPTIMIZERS, RANDOM, SCHEDULER, Damage, damage, load_states
 from lowtide.trainers.checkpoints.states import check_states
 from lowtide.trainers.checkpoints.weights import check_weights, is_converted
-from lowtide.trainers.checkpoints.whole import STAGING, WholeCheckpoints, saved_run_state
+from lowtide.trainers.checkpoints.whole import STAGING, saved_run_state
 
 T = TypeVar("T")
+Load = Callable[[str, nn.Module | None], None]
+"""Loads the weights of a checkpoint into a model, or into the trainer's."""
 LOSSES = {
     OPTIMIZERS: "the optimizer starts without moments",
     SCHEDULER: "the learning rate takes its step of this run's schedule",
@@ -72,29 +74,31 @@ class Resumption:
         return f"from {self.folder}{without}"
 
 
-class ResumableRuns(WholeCheckpoints):
-    """`transformers.Trainer` whose resumed runs are the runs that were stopped, or say in what they are not."""
+class Resuming:
+    """Has the resumed run of a trainer be the run that was stopped, or say in what it is not. What the Trainer loads
+    comes as functions `theirs`.
 
-    trained_nothing = False
-    """Whether the checkpoint is at the end of the run already."""
-    resumption: Resumption | None = None
-    """What this training resumes from."""
+    Attributes:
+        resumption: what this training resumes from.
+        trained_nothing: whether the checkpoint is at the end of the run already.
+    """
 
-    def set_run_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `run_state` gave."""
-        raise NotImplementedError
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self.resumption: Resumption | None = None
+        self.trained_nothing = False
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; one run at a time in an output folder, and from a checkpoint that is whole.
+    @contextlib.contextmanager
+    def during_training(self, wanted: str | bool | None) -> Iterator[str | None]:
+        """Around the training: one run at a time in an output folder. Gives the checkpoint, which is whole.
 
         Raises:
             ValueError: another process trains into the folder, or the checkpoint cannot be resumed from.
         """
-        wanted, self.trained_nothing = resume_from_checkpoint or None, False
+        self.trained_nothing = False
         with contextlib.ExitStack() as stack:
-            self.resumption = self._on_first_rank(lambda: self._begin(stack, wanted))
-            self.last_checkpoint = None if self.resumption is None else self.resumption.folder
-            return super().train(self.last_checkpoint, *args, **kwargs)
+            self.resumption = self._on_first_rank(lambda: self._begin(stack, wanted or None))
+            yield None if self.resumption is None else self.resumption.folder
 
     def _begin(self, stack: contextlib.ExitStack, wanted: str | bool | None) -> Resumption | None:
         output = Path(str(self.args.output_dir))
@@ -115,7 +119,7 @@ class ResumableRuns(WholeCheckpoints):
         Raises:
             ValueError: it cannot be resumed from, or not without losing states; says what to do.
         """
-        without = bool(cast(Any, self.args).resume_without_states)
+        without = bool(self.args.resume_without_states)
         if wanted is True:
             last = last_whole(output, without_states=without)
             if last is None:
@@ -123,16 +127,16 @@ class ResumableRuns(WholeCheckpoints):
             chosen = last
         else:
             chosen = named(Path(str(wanted)), output, without_states=without)
-        stage = stage_of(causal_model(cast(nn.Module, self.model)))
-        check_weights(self.model if stage is None else stage.whole, chosen.folder)
+        stage = stage_of(causal_model(self.trainer.model))
+        check_weights(self.trainer.model if stage is None else stage.whole, chosen.folder)
         record = saved_run_state(str(chosen.folder)).get("run")
         lost, notes = dict(chosen.damaged) | _lacking(chosen.folder), []
         if record is not None:
-            now = run_record(self)
+            now = run_record(self.trainer)
             lost |= unfit_states(record, now)
             notes += [f"resuming from {chosen.folder}: {note}" for note in differences(record, now)]
         else:
-            lost |= check_states(self, chosen.folder / OPTIMIZER) if not {*lost} & {OPTIMIZER} else {}
+            lost |= check_states(self.trainer, chosen.folder / OPTIMIZER) if not {*lost} & {OPTIMIZER} else {}
         left_out = tuple(name for name in LOSSES if any(_matches(name, each) for each in lost))
         if lost and not without:
             raise ValueError(
@@ -162,26 +166,31 @@ class ResumableRuns(WholeCheckpoints):
 
     # -- what is loaded ----------------------------------------------------------------------------------------------
 
-    def resumed_at(
+    def started_at(
         self, checkpoint: str | None, start: tuple[int, int], max_steps: int, num_train_epochs: int
     ) -> tuple[int, int]:
         """Where a resumed run starts; the Trainer trains on beyond the last step."""
-        if checkpoint is None or self.state.global_step < max_steps:
+        step = self.trainer.state.global_step
+        if checkpoint is None or step < max_steps:
             return start
         self.trained_nothing = True
         if self.args.process_index == 0:
             logger.warning(
-                f"{checkpoint} is of step {self.state.global_step}, and the run ends at step {max_steps}: nothing is "
-                "left to train"
+                f"{checkpoint} is of step {step}, and the run ends at step {max_steps}: nothing is left to train"
             )
         return num_train_epochs, 0
 
-    def _load_from_checkpoint(self, checkpoint: str, model: nn.Module | None = None) -> None:
-        """As the Trainer's, which loads nothing that has another name in checkpoints than in the model."""
-        own: Any = self.model if model is None else model
+    def load_weights(self, checkpoint: str, model: nn.Module | None, theirs: Load) -> None:
+        """The weights of a checkpoint; the Trainer loads nothing that has another name in checkpoints than in the
+        model.
+
+        Args:
+            model: None for the trainer's.
+        """
+        own: Any = self.trainer.model if model is None else model
         if (stage := stage_of(causal_model(own))) is not None:
             whole = with_weights_on(stage.whole, "cpu")
-            self._load_from_checkpoint(checkpoint, whole)
+            self.load_weights(checkpoint, whole, theirs)
             own.load_state_dict(
                 {name: v for name, v in saved_weights(whole).items() if name in own.state_dict()}, False
             )
@@ -190,7 +199,7 @@ class ResumableRuns(WholeCheckpoints):
             load_weights(own, shards)
             return
         if any(is_partitioned(p) for p in own.parameters()):
-            self._load_partitioned(own, checkpoint)
+            _load_partitioned(own, checkpoint, theirs)
             return
         sharded = is_sharded(own)
         with (
@@ -198,7 +207,7 @@ class ResumableRuns(WholeCheckpoints):
         ):  # each rank copies its part of what the file holds
             if hasattr(own, "peft_config") or not is_converted(own):
                 with contextlib.nullcontext() if sharded else same_weights_trained(own):
-                    super()._load_from_checkpoint(checkpoint, model)
+                    theirs(checkpoint, model)
                 load_beside(own, Path(checkpoint))
                 return
             kind: Any = next(each for each in type(own).__mro__ if not issubclass(each, FSDPModule))
@@ -206,81 +215,87 @@ class ResumableRuns(WholeCheckpoints):
             how: dict[str, Any] = {"config": own.config, "dtype": own.dtype, "attn_implementation": "eager"}
             own.load_state_dict(kind.from_pretrained(checkpoint, **how).state_dict())
 
-    def _load_partitioned(self, model: Any, checkpoint: str) -> None:
-        """Into parameters of ZeRO-3: those that are trained are gathered for it, all of adapters and one at a time."""
-        if hasattr(model, "peft_config"):
-            with replaced_by_first_rank([p for p in model.parameters() if p.requires_grad]):
-                super()._load_from_checkpoint(checkpoint, model)
-            load_beside(model, Path(checkpoint))
-            return
-        if is_converted(model):
-            raise ValueError(
-                f"checkpoints of model type {model.config.model_type} name weights otherwise than the model, which "
-                "ZeRO-3 cannot load yet: resume with stage 2, or FSDP2"
-            )
-        load_weights(model, sorted(Path(checkpoint).glob("model*.safetensors")))
+    def load_best(self, theirs: Callable[[], None], load: Callable[[str], None]) -> None:
+        """The best model, from a checkpoint that is checked first, and with all adapters.
 
-    def _load_best_model(self) -> None:
-        """As the Trainer's, from a checkpoint that is checked first, and with all adapters."""
-        best = self.state.best_model_checkpoint
+        Args:
+            load: loads the weights of a checkpoint.
+        """
+        model, best = self.trainer.model, self.trainer.state.best_model_checkpoint
         assert best is not None
         found = {name: reason for name, reason in damage(Path(best)).items() if name.endswith((".safetensors", ".bin"))}
         if found:
             raise ValueError(
                 f"the best model cannot be loaded, since {best} is damaged: {said(found)}. The weights of the last "
-                f"step are in {self.last_checkpoint}"
+                f"step are in {self.trainer.last_checkpoint}"
             )
-        model = cast(nn.Module, self.model)
         in_parts = stage_of(causal_model(model)) is not None or beside_adapters(model) is not None
-        if len(getattr(self.model, "peft_config", ())) == 1 and not in_parts:
-            super()._load_best_model()
+        if len(getattr(model, "peft_config", ())) == 1 and not in_parts:
+            theirs()
         else:
-            self._load_from_checkpoint(best)
+            load(best)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+    def load_states(self, checkpoint: str | None, theirs: Callable[[], None]) -> None:
+        """The states of optimizer and schedule, and what else steps leave behind."""
         left_out = () if self.resumption is None else self.resumption.left_out
-        with loading_projectors(unwrap_optimizer(self.optimizer)):
+        with loading_projectors(unwrap_optimizer(self.trainer.optimizer)):
             if checkpoint is not None and ({OPTIMIZERS, SCHEDULER} & {*left_out} or self._cut_states(checkpoint)):
                 self._load_some(Path(checkpoint), left_out)
             else:
-                super()._load_optimizer_and_scheduler(checkpoint)
+                theirs()
         if state := saved_run_state(checkpoint):
-            self.set_run_state(state)
+            self.trainer.set_run_state(state)
 
     def _cut_states(self, checkpoint: str) -> bool:
         """Whether optimizer states lie in shards, here or in a checkpoint."""
-        cut = states_are_cut(cast(nn.Module, self.model), self.optimizer)
+        cut = states_are_cut(self.trainer.model, self.trainer.optimizer)
         return cut or len(optimizer_files(Path(checkpoint))) > 1
 
     def _load_some(self, checkpoint: Path, left_out: tuple[str, ...]) -> None:
         """The states of optimizer and scheduler but for those that are left out."""
-        schedule: Any = self.lr_scheduler
+        schedule = self.trainer.lr_scheduler
         if SCHEDULER not in left_out:
             schedule.load_state_dict(load_states(checkpoint / SCHEDULER))
-        elif scheduler_name(self) not in OF_METRICS:
+        elif scheduler_name(self.trainer) not in OF_METRICS:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that no step of the optimizer came before
-                for _ in range(self.state.global_step):
+                for _ in range(self.trainer.state.global_step):
                     schedule.step()
         if OPTIMIZERS not in left_out:
             self._load_optimizer_states(checkpoint)
-        if scheduler_name(self) not in OF_METRICS:
-            for group, rate in zip(self.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        if scheduler_name(self.trainer) not in OF_METRICS:
+            for group, rate in zip(self.trainer.optimizer.param_groups, schedule.get_last_lr(), strict=True):
                 group["lr"] = rate
 
     def _load_optimizer_states(self, checkpoint: Path) -> None:
         try:
-            states = load_optimizer_states(self.optimizer, checkpoint)
+            states = load_optimizer_states(self.trainer.optimizer, checkpoint)
         except (Damage, OfAnotherRun) as unfit:  # of a form that only the states themselves show
-            if not cast(Any, self.args).resume_without_states:
+            if not self.args.resume_without_states:
                 raise
             logger.warning(f"resuming without the optimizer's states: {unfit}")
             return
-        self.optimizer.load_state_dict(states)
+        self.trainer.optimizer.load_state_dict(states)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self.resumption is None or RANDOM not in self.resumption.left_out:
-            super()._load_rng_state(checkpoint)
+    @property
+    def loads_random_state(self) -> bool:
+        """Whether the random state is put back."""
+        return self.resumption is None or RANDOM not in self.resumption.left_out
+
+
+def _load_partitioned(model: Any, checkpoint: str, theirs: Load) -> None:
+    """Into parameters of ZeRO-3: those that are trained are gathered for it, all of adapters and one at a time."""
+    if hasattr(model, "peft_config"):
+        with replaced_by_first_rank([p for p in model.parameters() if p.requires_grad]):
+            theirs(checkpoint, model)
+        load_beside(model, Path(checkpoint))
+        return
+    if is_converted(model):
+        raise ValueError(
+            f"checkpoints of model type {model.config.model_type} name weights otherwise than the model, which "
+            "ZeRO-3 cannot load yet: resume with stage 2, or FSDP2"
+        )
+    load_weights(model, sorted(Path(checkpoint).glob("model*.safetensors")))
 
 
 def _lacking(folder: Path) -> dict[str, str]:

@@ -8,16 +8,15 @@ the process ends at once, and the last checkpoint is the one before.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
-
-from torch import nn
 
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.trainers.checkpoints.choosing import checkpoints_of
 from lowtide.trainers.checkpoints.signals import Stopped, StopRequest
-from lowtide.trainers.checkpoints.whole import WholeCheckpoints
 
 
 class Interrupted(KeyboardInterrupt):
@@ -28,67 +27,75 @@ class EvaluationLeft(Exception):
     """Leaves an evaluation that nobody waits for any more."""
 
 
-class StoppableRuns(WholeCheckpoints):
-    """`transformers.Trainer` that writes a checkpoint when it is told to stop."""
+class Stopping:
+    """Has a trainer write a checkpoint when it is told to stop, and end.
 
-    _stop: StopRequest | None = None
-    _saved_step: int | None = None
+    Attributes:
+        saved_step: of the checkpoint that this training wrote last.
+    """
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's.
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self.saved_step: int | None = None
+        self._request: StopRequest | None = None
+
+    @contextlib.contextmanager
+    def during_training(self) -> Iterator[None]:
+        """Around the training.
 
         Raises:
             Interrupted: Ctrl-C; a `KeyboardInterrupt`.
             Stopped: SIGTERM; a `SystemExit`.
         """
-        options: Any = self.args
-        theirs = getattr(options, "enable_jit_checkpoint", False)  # transformers' own handler
-        grace = 0.0 if theirs else options.stop_grace
-        self._stop, self._saved_step = StopRequest(grace, self._say_request, self._say_deadline), None
+        theirs = getattr(self.args, "enable_jit_checkpoint", False)  # transformers' own handler
+        grace = 0.0 if theirs else self.args.stop_grace
+        self._request, self.saved_step = StopRequest(grace, self._say_request, self._say_deadline), None
         try:
-            with self._stop.received():
-                found = super().train(*args, **kwargs)
+            with self._request.received():
+                yield
                 if self._any_rank_stops():  # in the last moments
                     raise self._stopped()
-                return found
         except Interrupted:
             raise
         except KeyboardInterrupt as error:
-            raise Interrupted(f"interrupted in step {self.state.global_step + 1}. {self._way_back()}") from error
+            raise Interrupted(f"interrupted in step {self._step + 1}. {self._way_back()}") from error
         finally:
-            self._stop = None
+            self._request = None
 
-    def _maybe_log_save_evaluate(
-        self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        """As the Trainer's, after each step and epoch; then ends, if a rank was told to stop."""
-        stops = self._any_rank_stops()
+    def after_step(self, theirs: Callable[[], None], save: Callable[[], None]) -> None:
+        """What the Trainer does after each step and epoch; then ends, if a rank was told to stop.
+
+        Args:
+            theirs: logs, evaluates and saves.
+            save: writes a checkpoint.
+        """
+        control, stops = self.trainer.control, self._any_rank_stops()
         if stops:
-            self.control.should_evaluate = False
-            self.control.should_save = self._saves and self._saved_step != self.state.global_step
-        slow = self.control.should_evaluate or self.control.should_save
+            control.should_evaluate = False
+            control.should_save = self._saves and self.saved_step != self._step
+        slow = control.should_evaluate or control.should_save
         try:
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+            theirs()
             late = not stops and slow and self._any_rank_stops()  # while it evaluated, or wrote a checkpoint
         except EvaluationLeft:
             late = True
-        if late and self._saves and self._saved_step != self.state.global_step:
-            self._save_checkpoint(model, trial)
+        if late and self._saves and self.saved_step != self._step:
+            save()
         if stops or late:
             raise self._stopped()
 
-    def leave_evaluation_if_stopped(self) -> None:
+    def leave_evaluation(self) -> None:
         """Between two batches of an evaluation; where there are ranks, it is finished first, since these meet after it.
 
         Raises:
             EvaluationLeft: the run was told to stop.
         """
-        if self._stop is not None and self._stop.requested and self.args.world_size == 1:
+        if self._request is not None and self._request.requested and self.args.world_size == 1:
             raise EvaluationLeft
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        self._saved_step = self.state.global_step
+    @property
+    def _step(self) -> int:
+        return self.trainer.state.global_step
 
     @property
     def _saves(self) -> bool:
@@ -96,7 +103,7 @@ class StoppableRuns(WholeCheckpoints):
 
     def _any_rank_stops(self) -> bool:
         """Whether a rank was told to stop; all ranks ask at the same place."""
-        return bool(worst_of_ranks(self._stop is not None and self._stop.requested, self.args.device))
+        return bool(worst_of_ranks(self._request is not None and self._request.requested, self.args.device))
 
     def resumes_with(self, checkpoint: str) -> str:
         """What a user types to resume from a checkpoint, for messages."""
@@ -105,27 +112,27 @@ class StoppableRuns(WholeCheckpoints):
     # -- what is said ------------------------------------------------------------------------------------------------
 
     def _stopped(self) -> Stopped:
-        message = f"stopped by SIGTERM after step {self.state.global_step}. {self._way_back()}"
+        message = f"stopped by SIGTERM after step {self._step}. {self._way_back()}"
         self._say(message)
         return Stopped(message)
 
     def _way_back(self) -> str:
         """The last checkpoint and what resumes from it."""
-        last = self.last_checkpoint or next(iter(checkpoints_of(Path(str(self.args.output_dir)))), None)
+        last = self.trainer.last_checkpoint or next(iter(checkpoints_of(Path(str(self.args.output_dir)))), None)
         if last is None:
             return "There is no checkpoint to resume from" + ("" if self._saves else ": save_strategy is 'no'")
         without = " (with resume_without_states=True, since save_only_model=True)" if self.args.save_only_model else ""
         return f"The last checkpoint is {last}; this resumes{without}: {self.resumes_with(str(last))}"
 
     def _say_request(self) -> None:
-        grace = cast(StopRequest, self._stop).grace
+        grace = cast(StopRequest, self._request).grace
         then = (
             "and then a checkpoint is written" if self._saves else "and no checkpoint is written (save_strategy='no')"
         )
         self._say(f"SIGTERM: this step is finished, {then}, within {grace:g} s (stop_grace). {self._way_back()}")
 
     def _say_deadline(self) -> None:
-        grace = cast(StopRequest, self._stop).grace
+        grace = cast(StopRequest, self._request).grace
         self._say(f"stopped: no checkpoint could be written in {grace:g} s (stop_grace). {self._way_back()}")
 
     def _say(self, message: str) -> None:

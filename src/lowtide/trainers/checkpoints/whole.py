@@ -8,13 +8,12 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import Trainer
+from torch import Tensor, nn
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -28,7 +27,6 @@ from lowtide.parsing import parse_json
 from lowtide.ranks.failures import is_left_by_another
 from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import worst_of_ranks
-from lowtide.step.phases import Phases
 from lowtide.trainers.checkpoints.beside import save_beside
 from lowtide.trainers.checkpoints.durable import flush
 from lowtide.trainers.checkpoints.manifest import MANIFEST, read_manifest, seal
@@ -41,6 +39,9 @@ from lowtide.trainers.checkpoints.write_errors import WRITE_ERRORS, bytes_of, sp
 STAGING = ".saving"
 """The folder of an output folder in which a checkpoint is written."""
 
+Write = Callable[[str, dict[str, Tensor]], None]
+"""Writes weights into a folder."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,39 +51,47 @@ def saved_run_state(checkpoint: str | None) -> dict[str, Any]:
     return parse_json(path.read_text()) if path is not None and path.exists() else {}
 
 
-class WholeCheckpoints(Trainer):
-    """`transformers.Trainer` that writes a checkpoint beside, then renames it."""
+class WholeCheckpoints:
+    """Writes the checkpoints of a trainer beside, then renames them. What the Trainer writes comes as functions.
 
-    phases: Phases
-    optimizer: Any
-    last_checkpoint: str | None = None
-    """The checkpoint that this run wrote last, or resumed from."""
-    _unwritten: list[Exception] | None = None
-    """Why the model of a checkpoint could not be written, while one is."""
+    Attributes:
+        last: the checkpoint that this run wrote last, or resumed from.
+    """
 
-    def run_state(self) -> dict[str, Any]:
-        """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""
-        raise NotImplementedError
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self.last: str | None = None
+        self._unwritten: list[Exception] | None = None
+        """Why the model of a checkpoint could not be written, while one is."""
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        run = Path(self._get_output_dir(trial=trial))
+    def save(self, run: Path, write: Callable[[str], None], push: Callable[[str], None]) -> None:
+        """Writes a checkpoint.
+
+        Args:
+            run: the folder of checkpoints.
+            write: the Trainer's, into such a folder.
+            push: the Trainer's, of a checkpoint that is written.
+
+        Raises:
+            ValueError: this rank or another could not write; says why, and how much room there is.
+        """
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
         staging = run / STAGING
         main = self.args.should_save
         try:
             self._together(staging, lambda: make_marked(staging) if main else None)
-            self._together(staging, lambda: self._write_to(staging, run, model, trial))
+            self._together(staging, lambda: self._write_to(staging, run, write))
             self._together(staging, lambda: _publish(staging, run, name) if main else None)
         except BaseException:
             if main:
                 _remove_unfinished(staging)
             raise
-        self.last_checkpoint = str(run / name)
+        self.last = str(run / name)
         if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(run / name))
+            push(self.last)
         if main:
-            rotate(run, self.args.save_total_limit, self.state.best_model_checkpoint)
-        self.accelerator.wait_for_everyone()
+            rotate(run, self.args.save_total_limit, self.trainer.state.best_model_checkpoint)
+        self.trainer.accelerator.wait_for_everyone()
 
     def _together(self, staging: Path, part: Callable[[], object]) -> None:
         """One part of writing a checkpoint, after which ranks meet.
@@ -102,31 +111,31 @@ class WholeCheckpoints(Trainer):
         run = staging.parent
         if self.args.should_save:
             _remove_unfinished(staging)
-        last = f" ({self.last_checkpoint})" if self.last_checkpoint else ""
+        last, step = f" ({self.last})" if self.last else "", self.trainer.state.global_step
         raise ValueError(
-            f"step {self.state.global_step}: the checkpoint could not be written to {run}: {reason}. Checkpoints "
+            f"step {step}: the checkpoint could not be written to {run}: {reason}. Checkpoints "
             f"before it are whole{last}. {space(run, self._checkpoint_bytes())}: make room, or set `save_total_limit`, "
             "and resume from the last one"
         ) from failure
 
     def _checkpoint_bytes(self) -> int:
         """About the size of a checkpoint: the weights that it holds, and the optimizer's states."""
-        adapters = hasattr(self.model, "peft_config")
-        saved = [p for p in self.model.parameters() if p.requires_grad or not adapters]  # type: ignore[union-attr]
-        states = () if self.args.save_only_model else unwrap_optimizer(self.optimizer).state.values()
+        adapters = hasattr(self.trainer.model, "peft_config")
+        saved = [p for p in self.trainer.model.parameters() if p.requires_grad or not adapters]
+        states = () if self.args.save_only_model else unwrap_optimizer(self.trainer.optimizer).state.values()
         return bytes_of([*saved, *states])
 
-    def _write_to(self, staging: Path, run: Path, model: nn.Module, trial: Any) -> None:
+    def _write_to(self, staging: Path, run: Path, write: Callable[[str], None]) -> None:
         """The Trainer's checkpoint in a folder beside, and what transformers knows nothing of."""
         errors = self._unwritten = []
-        state = self.run_state()
+        state = self.trainer.run_state()
         try:
-            with self.phases.during("saving"), self._output_dir_is(str(staging)):
-                super()._save_checkpoint(model, trial)
+            with self.trainer.phases.during("saving"):
+                write(str(staging))
             self._name_best(staging, run)
             if self.args.should_save:
-                folder = staging / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                (folder / RUN_STATE).write_text(json.dumps({**state, "run": run_record(self)}))
+                folder = staging / f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
+                (folder / RUN_STATE).write_text(json.dumps({**state, "run": run_record(self.trainer)}))
         except WRITE_ERRORS as error:
             # else it follows from the model that could not be written, and that says why
             if not errors or is_left_by_another(error):
@@ -136,29 +145,31 @@ class WholeCheckpoints(Trainer):
         if errors:
             raise errors[0]
 
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """As the Trainer's, which with `save_total_limit=1` leaves the best checkpoint alone."""
+    def end(self, run: Path, theirs: Callable[[], Any]) -> Any:
+        """The Trainer's end of training, which with `save_total_limit=1` leaves the best checkpoint alone."""
         with no_checkpoints_deleted():
-            ended = super()._finalize_training(trial, num_train_samples, start_time)
-        best = self.state.best_model_checkpoint
+            ended = theirs()
+        best = self.trainer.state.best_model_checkpoint
         if self.args.should_save and best is not None and self.args.save_total_limit == 1:
-            keep_best(Path(self._get_output_dir(trial=trial)), Path(best))
+            keep_best(run, Path(best))
         return ended
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not yet: what is pushed is read in the background, and the folder is about to get another name."""
 
     def _name_best(self, staging: Path, run: Path) -> None:
         """The best checkpoint, if it is the one that is written, is known by the name that it is about to get."""
-        best = Path(self.state.best_model_checkpoint or "")
+        best = Path(self.trainer.state.best_model_checkpoint or "")
         if best.parent == staging:
-            self.state.best_model_checkpoint = str(run / best.name)
+            self.trainer.state.best_model_checkpoint = str(run / best.name)
             if self.args.should_save:
                 separate_hard_links(best)
-                self.state.save_to_json(str(best / TRAINER_STATE_NAME))
+                self.trainer.state.save_to_json(str(best / TRAINER_STATE_NAME))
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's; what could not be written is said of the folder that it was meant for.
+    def save_model(self, output_dir: str | None, internal: bool, theirs: Callable[[], None], write: Write) -> None:
+        """Writes the model; what could not be written is said of the folder that it was meant for.
+
+        Args:
+            internal: whether it is a part of a checkpoint.
+            theirs: the Trainer's of a model that is whole on each rank.
+            write: the Trainer's of weights that are handed to it.
 
         Raises:
             ValueError: it could not be written; while a checkpoint is, ranks meet first.
@@ -168,7 +179,7 @@ class WholeCheckpoints(Trainer):
             check_no_links(folder)
             if self.args.should_save:
                 separate_hard_links(folder)
-            self._save_whole(output_dir, _internal_call)
+            self._save_whole(folder, internal, theirs, write)
             share_weights(folder)
         except WRITE_ERRORS as error:
             if is_left_by_another(error):
@@ -182,34 +193,35 @@ class WholeCheckpoints(Trainer):
                 "from the last one: it trains nothing that is trained already, and writes the model"
             ) from error
 
-    def _save_whole(self, output_dir: str | None, internal: bool) -> None:
-        model = cast(nn.Module, self.model)
+    def _save_whole(self, folder: Path, internal: bool, theirs: Callable[[], None], write: Write) -> None:
+        trainer = self.trainer
+        model: nn.Module = trainer.model
         stage = stage_of(causal_model(model))
-        save_beside(model, Path(output_dir or str(self.args.output_dir)), keep=self.args.should_save)
+        save_beside(model, folder, keep=self.args.should_save)
         if not is_sharded(model) and stage is None:
-            super().save_model(output_dir, internal)
+            theirs()
             return
-        if not cast(Any, self.args).sharding.gather_on_save and not hasattr(model, "peft_config"):
-            self._save_shards(Path(output_dir or str(self.args.output_dir)), internal)
+        if not self.args.sharding.gather_on_save and not hasattr(model, "peft_config"):
+            self._save_shards(folder, internal, write)
             return
         weights = whole_state(model, keep=self.args.should_save)
         try:
-            self.model = model if stage is None else stage.whole
+            trainer.model = model if stage is None else stage.whole
             if self.args.should_save:
-                self._save(output_dir, state_dict=weights)
+                write(str(folder), weights)
         finally:
-            self.model = model
+            trainer.model = model
         if self.args.push_to_hub and not internal:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+            trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_shards(self, folder: Path, internal: bool) -> None:
+    def _save_shards(self, folder: Path, internal: bool, write: Write) -> None:
         """Each rank's part of the weights, and from the first what else belongs to a model."""
         failure = None
-        name, rows = own_shard(cast(nn.Module, self.model))
+        name, rows = own_shard(self.trainer.model)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self.args.should_save:
-                self._save(str(folder), state_dict={})
+                write(str(folder), {})
                 ranks = name.rpartition("-of-")[2]
                 others = (path for path in shards_in(folder) if not path.name.endswith(f"-of-{ranks}"))
                 whole = (path for path in folder.iterdir() if OF_A_MODEL.fullmatch(path.name))
@@ -227,23 +239,17 @@ class WholeCheckpoints(Trainer):
                 "NEW` makes one model of them"
             )
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not states_are_cut(cast(nn.Module, self.model), self.optimizer):
-            super()._save_optimizer_and_scheduler(output_dir)
+    def save_states(self, folder: Path, theirs: Callable[[], None]) -> None:
+        """Writes the states of optimizer and schedule."""
+        model, optimizer = self.trainer.model, self.trainer.optimizer
+        if not states_are_cut(model, optimizer):
+            theirs()
             return
-        stage = stage_of(causal_model(cast(nn.Module, self.model)))
-        if stage is None or cast(Any, self.args).data_rank == 0:
-            save_optimizer_shard(self.optimizer, Path(output_dir))
+        stage = stage_of(causal_model(model))
+        if stage is None or self.args.data_rank == 0:
+            save_optimizer_shard(optimizer, folder)
         if self.args.should_save:
-            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir, SCHEDULER))
-
-    @contextlib.contextmanager
-    def _output_dir_is(self, folder: str) -> Iterator[None]:
-        self._get_output_dir = lambda trial: folder  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self._get_output_dir
+            torch.save(self.trainer.lr_scheduler.state_dict(), folder / SCHEDULER)
 
 
 def _remove_unfinished(staging: Path) -> None:

@@ -8,6 +8,7 @@ appears whole or not at all).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 
 
-class LowtideTrainer(OwnLosses):
+class LowtideTrainer(Trainer):
     """`transformers.Trainer` over ragged batches.
 
     Subclasses load models and data; this class runs them.
@@ -81,7 +82,7 @@ class LowtideTrainer(OwnLosses):
     ):
         self._tokens_seen = 0.0
         self.runner = runner
-        runner.objective = self.with_own_loss(cast(Any, runner.objective))
+        runner.objective = self.own_loss.in_place_of(cast(Any, runner.objective))
         self.predicted_bytes: int | None = None
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
@@ -115,6 +116,43 @@ class LowtideTrainer(OwnLosses):
     @objective.setter
     def objective(self, objective: Any) -> None:
         self.runner.objective = objective
+
+    @property
+    def inner_objective(self) -> Any:
+        """The method's own objective, where a loss of a subclass stands in its place too."""
+        return self.runner.method_objective
+
+    @functools.cached_property
+    def own_loss(self) -> OwnLosses:
+        """The loss that a subclass or a function computes; asked before the trainer is made."""
+        return OwnLosses(self, LowtideTrainer)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The method's loss of a padded micro-batch, for subclasses that add to it.
+
+        Args:
+            inputs: as they came to the subclass's `compute_loss`; for supervised fine-tuning also others, with
+                `input_ids`, `attention_mask` and `labels`.
+            return_outputs: also the model's outputs, whose logits carry gradients.
+            num_items_in_batch: scored tokens of the whole step, by which the sum of the losses is divided; by those of
+                the inputs if None.
+
+        Raises:
+            ValueError: pairs whose inputs were changed.
+        """
+        return self.own_loss.of_method(model, inputs, return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """(loss, logits, labels) of a padded micro-batch; the latter two are None with `prediction_loss_only`."""
+        return self.own_loss.predicted(model, inputs, loss_only=prediction_loss_only)
 
     @property
     def reference(self) -> Any:
@@ -312,7 +350,7 @@ class LowtideTrainer(OwnLosses):
     def _begin_steps(self, model: nn.Module) -> None:
         """What precedes the first step, and a rehearsal of the heaviest micro-batch."""
         self._mark.note("loading")
-        if cost := self.plain_cost():
+        if cost := self.own_loss.cost():
             logger.warning(f"{cost}; a loss of log-probs, from `make_objective`, needs none of them")
         self.runner.model, self.runner.updater.optimizer = model, self.optimizer
         self.runner.begin()
@@ -410,7 +448,7 @@ class LowtideTrainer(OwnLosses):
         leads = self.runner.models(model).leads
         totals, rows, sync = Totals(), 0, RankSync("evaluation", remedy=TO_DO["evaluating"])
         wanted = self.compute_metrics is not None or description == "Prediction"
-        kept = PaddedPredictions() if self.evaluates_plainly(wanted) else self.predictions(wanted, model)
+        kept = PaddedPredictions() if self.own_loss.evaluates(wanted) else self.predictions(wanted, model)
         for number, inputs in enumerate(dataloader):
             self.stopping.leave_evaluation()
             batch = self.drawn(self.as_ragged(inputs), EVALUATION)
@@ -425,7 +463,7 @@ class LowtideTrainer(OwnLosses):
             with local, self.phases.during("evaluation"), self.compute_loss_context_manager():
                 if isinstance(kept, PaddedPredictions):
                     own, seen = kept if wanted and leads else None, totals if leads else Totals()
-                    self.evaluate_plainly(model, batch, seen, self.runner.evaluation_limits, own)
+                    self.own_loss.evaluate(model, batch, seen, self.runner.evaluation_limits, own)
                 else:
                     results = self.runner.evaluate(batch, totals, model)
                     if leads:

@@ -172,7 +172,7 @@ class MethodTrainer(LowtideTrainer):
         """The settings that `memory_budget` chooses, set in the config."""
         if not self.args.memory_budget:
             return Fitted({}, "")
-        plainly = self.evaluates_plainly(predicts=True) or given.get("preprocess_logits_for_metrics") is not None
+        plainly = self.own_loss.evaluates(predicts=True) or given.get("preprocess_logits_for_metrics") is not None
         return fit_budget(
             self.method,
             self.args,
@@ -193,7 +193,7 @@ class MethodTrainer(LowtideTrainer):
                 "override make_objective, whose loss gets log-probabilities"
             )
         self.compute_loss_func, self.preprocess_logits_for_metrics = compute_loss_func, preprocess_logits
-        self.objective = self.with_own_loss(self.inner_objective)
+        self.objective = self.own_loss.in_place_of(self.inner_objective)
 
     # -- what a subclass may override --------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class MethodTrainer(LowtideTrainer):
     @property
     def padding_value(self) -> int | None:
         """The tokenizer's padding token; batches have no padding."""
-        return None if self.tokenizer is None else self.tokenizer.pad_token_id
+        return None if self.tokenizer is None else cast(Any, self.tokenizer).pad_token_id
 
     @property
     def aux_loss_enabled(self) -> bool:
@@ -319,7 +319,7 @@ class MethodTrainer(LowtideTrainer):
         if dataset is None:
             return
         name, run = title_of(dataset, name), self.training_run
-        plain = isinstance(self.runner.objective, OwnLoss) if trained_on else self.evaluates_plainly(predicts=True)
+        plain = isinstance(self.runner.objective, OwnLoss) if trained_on else self.own_loss.evaluates(predicts=True)
         own = "the loss is not the method's own" if plain else None
         run.check_rows(name, dataset, trained_on=trained_on, why_whole=own)
         if run.inputs.data_collator is not None:

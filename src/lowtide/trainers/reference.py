@@ -61,7 +61,7 @@ class ReferenceTrainer(MethodTrainer):
     def compute_ref_log_probs(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """[pairs] for the chosen and the rejected completions: the reference's log-probabilities, for a `compute_loss`
         of a subclass that asks for those of its inputs."""
-        batch = self._micro_of(inputs).batch
+        batch = self.own_loss.micro_of(inputs).batch
         referred = self.runner.models(model).referred(Part.of(batch), self.inner_objective)
         assert referred is not None
         counted = in_completion(batch, referred)

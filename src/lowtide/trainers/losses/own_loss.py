@@ -14,16 +14,14 @@ import inspect
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
 
 from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.engine.forward import causal_model, computing, score_shared
-from lowtide.engine.heads.head import Head, ScoreOutput
-from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.padded import padded_inputs
 from lowtide.memory.allocators.measure import bytes_text
@@ -33,7 +31,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import Part, split
 from lowtide.step.execute import detached
 from lowtide.step.metrics import Totals
-from lowtide.step.models import Models, OwnLoss, scores_of
+from lowtide.step.models import OwnLoss, scores_of
 from lowtide.step.rank_sync import random_state, set_random_state
 from lowtide.step_plan import Limits
 from lowtide.trainers.evaluation import PaddedPredictions
@@ -56,47 +54,56 @@ class OwnOutput(ScoreOutput):
     aux_loss: Tensor | None = None
 
 
-class OwnLosses(Trainer):
-    """`transformers.Trainer` whose `compute_loss` gives the method's loss of a padded micro-batch."""
+class OwnLosses:
+    """The loss of a trainer where a subclass or a function computes it, and the method's loss of a padded micro-batch.
 
-    args: Any
-    plain_completions: ClassVar[int | None] = None
-    """Completions in the rows of padded inputs, 0 for texts with labels; None where a loss cannot be one's own."""
-    head: ClassVar[type[Head]] = LanguageModel
-    """What the method reads off the model's hidden states."""
-    pad_id: int | None = None
-    """The token in the places of padded inputs that hold none; None for the tokenizer's."""
-    _micro: MicroBatch | None = None
-    _is_sum: bool | None = None
-    """Whether a loss is divided by `num_items_in_batch`, as far as it is known."""
+    Args:
+        plain: the class of the trainer's bases that has the method's own `compute_loss` and `prediction_step`.
+    """
 
-    def own_parts(self, *names: str) -> list[str]:
+    def __init__(self, trainer: Any, plain: type) -> None:
+        self.trainer, self.plain = trainer, plain
+        self._micro: MicroBatch | None = None
+        self._is_sum: bool | None = None
+        """Whether a loss is divided by `num_items_in_batch`, as far as it is known."""
+
+    @property
+    def args(self) -> Any:
+        """The options, which a trainer may not have yet when this is made."""
+        return self.trainer.args
+
+    @property
+    def title(self) -> str:
+        """What the trainer is called."""
+        return type(self.trainer).__name__
+
+    def parts(self, *names: str) -> list[str]:
         """Those of the methods that a subclass overrides, or of the functions that were passed."""
-        methods = [name for name in names if hasattr(Trainer, name)]
+        kind, methods = type(self.trainer), [name for name in names if hasattr(self.plain, name)]
         return [
-            *(name for name in methods if getattr(type(self), name) is not getattr(OwnLosses, name)),
-            *(name for name in names if name not in methods and getattr(self, name, None) is not None),
+            *(name for name in methods if getattr(kind, name) is not getattr(self.plain, name)),
+            *(name for name in names if name not in methods and getattr(self.trainer, name, None) is not None),
         ]
 
-    def with_own_loss(self, objective: Objective) -> Objective | OwnLoss:
+    def in_place_of(self, objective: Objective) -> Objective | OwnLoss:
         """The objective, or the loss in its place that a subclass or a function computes.
 
         Raises:
             ValueError: the method has no form in which a loss of one's own can be computed, or something is overridden
                 that is not called; says what to override.
         """
-        title = type(self).__name__
+        title = self.title
         for name in NEVER_CALLED:
-            if hasattr(type(self), name):
+            if hasattr(type(self.trainer), name):
                 raise ValueError(
                     f"{title}.{name} would not be called: a step computes log-probabilities without logits. Override "
                     "`make_objective`, which returns the loss of log-probs, or `compute_loss`"
                 )
-        found = self.own_parts(*OF_TRAINING, *OF_EVALUATION)
+        found = self.parts(*OF_TRAINING, *OF_EVALUATION)
         if not found:
             return objective
         whole = not isinstance(objective, TokenObjective) and objective.whole
-        if self.plain_completions is None or whole:
+        if self.trainer.plain_completions is None or whole:
             why = "this loss is of the whole batch of a step, over all its micro-batches"
             why = why if whole else "padded batches with logits are for SFTTrainer, DPOTrainer and RewardTrainer"
             raise ValueError(
@@ -108,29 +115,29 @@ class OwnLosses(Trainer):
                 f"{title} overrides {found[0]}, whose forwards are of a whole model, and pipeline_parallel_size="
                 f"{self.args.pipeline_parallel_size} splits it: override `make_objective`, or drop one of them"
             )
-        if self.args.memory_budget and self.own_parts(*OF_TRAINING):
+        if self.args.memory_budget and self.parts(*OF_TRAINING):
             raise ValueError(
                 f"memory_budget={self.args.memory_budget!r} predicts the memory of a step without logits, and {title} "
                 f"has a {found[0]} of its own: set per_device_train_batch_size and tokens_per_microbatch instead"
             )
-        if not self.own_parts(*OF_TRAINING):
+        if not self.parts(*OF_TRAINING):
             return objective
-        self._is_sum = getattr(self, "loss_is_scaled_for_ga", None)
+        self._is_sum = getattr(self.trainer, "loss_is_scaled_for_ga", None)
         return OwnLoss(objective, self._own_loss)
 
-    def plain_cost(self) -> str:
+    def cost(self) -> str:
         """What padded batches with logits take, in words; empty without a loss of one's own."""
-        found = self.own_parts(*OF_TRAINING)
-        lengths = self.row_lengths() if found else None  # type: ignore[attr-defined]
+        found = self.parts(*OF_TRAINING)
+        lengths = self.trainer.row_lengths() if found else None
         if not found:
             return ""
-        text = f"{type(self).__name__}.{found[0]} on padded batches, with logits of rows x longest row x vocabulary"
+        text = f"{self.title}.{found[0]} on padded batches, with logits of rows x longest row x vocabulary"
         if lengths is None or not len(lengths):
             return text
-        rows = self.args.per_device_train_batch_size * max(cast(int, self.plain_completions), 1)
-        vocabulary = causal_model(cast(nn.Module, self.model)).get_output_embeddings()
+        rows = self.args.per_device_train_batch_size * max(self.trainer.plain_completions, 1)
+        vocabulary = causal_model(self.trainer.model).get_output_embeddings()
         if vocabulary is None:
-            return f"{type(self).__name__}.{found[0]} on padded batches"
+            return f"{self.title}.{found[0]} on padded batches"
         size = 4 * rows * int(lengths.max()) * cast(Any, vocabulary).weight.shape[0]
         return f"{text}: up to {bytes_text(size)} in float32, and as much for their gradient"
 
@@ -157,16 +164,16 @@ class OwnLosses(Trainer):
             ValueError: it returned something else than one number.
         """
         more: dict[str, Any] = {}
-        takes = inspect.signature(self.compute_loss).parameters
+        takes = inspect.signature(self.trainer.compute_loss).parameters
         if "num_items_in_batch" in takes or any(each.kind is each.VAR_KEYWORD for each in takes.values()):
             more["num_items_in_batch"] = None if items is None else torch.tensor(items, device=self.args.device)
         mask = micro.inputs["attention_mask"]
         with computing(model), noisy_embeddings(causal_model(model), micro.batch, mask):
-            loss = self.compute_loss(model, dict(micro.inputs), **more)
+            loss = self.trainer.compute_loss(model, dict(micro.inputs), **more)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, Tensor) else ""
             raise ValueError(
-                f"{type(self).__name__}.compute_loss returned {type(loss).__name__}{shape}: it must return one number "
+                f"{self.title}.compute_loss returned {type(loss).__name__}{shape}: it must return one number "
                 "as a tensor"
             )
         return loss.reshape(())
@@ -184,90 +191,75 @@ class OwnLosses(Trainer):
             return False
         if not torch.isclose(once, 2 * twice, rtol=1e-3, atol=0):
             logger.warning(
-                f"a part of {type(self).__name__}.compute_loss is divided by num_items_in_batch and a part is not, "
+                f"a part of {self.title}.compute_loss is divided by num_items_in_batch and a part is not, "
                 "which is added once for each micro-batch: divide all of it, or set loss_is_scaled_for_ga = False "
                 "and return a mean"
             )
         return True
 
     def _handed_out(self, part: RaggedBatch, counts: Counts) -> MicroBatch:
-        tokenizer = getattr(self, "tokenizer", None)
-        pad_id = self.pad_id if self.pad_id is not None else getattr(tokenizer, "pad_token_id", None)
-        self._micro = MicroBatch.of(part, counts, pad_id=pad_id or 0, with_completions=bool(self.plain_completions))
+        trainer = self.trainer
+        pad_id = trainer.pad_id if trainer.pad_id is not None else getattr(trainer.tokenizer, "pad_token_id", None)
+        self._micro = MicroBatch.of(part, counts, pad_id=pad_id or 0, with_completions=bool(trainer.plain_completions))
         return self._micro
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluates_plainly(self, predicts: bool) -> bool:
+    def evaluates(self, predicts: bool) -> bool:
         """Whether evaluation needs padded batches with logits; `predicts` where predictions are kept."""
         of_predictions = OF_EVALUATION if predicts else OF_EVALUATION[:1]
-        return bool(self.own_parts(*OF_TRAINING, *of_predictions))
+        return bool(self.parts(*OF_TRAINING, *of_predictions))
 
-    def evaluate_plainly(
+    def evaluate(
         self, model: nn.Module, batch: RaggedBatch, totals: Totals, limits: Limits, kept: PaddedPredictions | None
     ) -> None:
         """Adds the loss of a batch to `totals`, and its predictions to what is kept of them."""
         totals.count(batch)
         for part in split(batch, limits, self.args.device):
-            micro = self._handed_out(part, self.inner_objective.counts(part))
+            micro = self._handed_out(part, self.trainer.inner_objective.counts(part))
             mask = micro.inputs["attention_mask"]
             with computing(model), noisy_embeddings(causal_model(model), part, mask), torch.no_grad():
-                loss, logits, labels = self.prediction_step(model, dict(micro.inputs), kept is None)
+                loss, logits, labels = self.trainer.prediction_step(model, dict(micro.inputs), kept is None)
             if micro.outcome is not None:
                 totals.take_outcome(micro.outcome)
             if loss is not None:
                 count = part.scores if "scores" in micro.counts else part.rows
                 totals.add_mean("loss", loss.detach().mean() * count, count)
             if kept is not None:
-                if self.preprocess_logits_for_metrics is not None:
-                    logits = self.preprocess_logits_for_metrics(logits, labels)
+                if self.trainer.preprocess_logits_for_metrics is not None:
+                    logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
                 kept.take_in(logits, labels)
             self._micro = None
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Any, Any, Any]:
-        """(loss, logits, labels) of a padded micro-batch; the latter two are None with `prediction_loss_only`."""
+    def predicted(self, model: nn.Module, inputs: Any, *, loss_only: bool) -> tuple[Any, Any, Any]:
+        """(loss, logits, labels) of a padded micro-batch; the latter two are None with `loss_only`."""
         labels = inputs.get("labels", inputs["input_ids"])
         with torch.no_grad():
-            if prediction_loss_only:
-                return self.compute_loss(model, inputs), None, None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            if loss_only:
+                return self.trainer.compute_loss(model, inputs), None, None
+            loss, outputs = self.trainer.compute_loss(model, inputs, return_outputs=True)
         return loss, outputs["logits"] if isinstance(outputs, Mapping) else outputs[0], labels
 
-    # -- what a subclass may call ------------------------------------------------------------------------------------
+    # -- the method's loss ---------------------------------------------------------------------------------------------
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """The method's loss of a padded micro-batch, for subclasses that add to it.
-
-        Args:
-            inputs: as they came to the subclass's `compute_loss`; for supervised fine-tuning also others, with
-                `input_ids`, `attention_mask` and `labels`.
-            return_outputs: also the model's outputs, whose logits carry gradients.
-            num_items_in_batch: scored tokens of the whole step, by which the sum of the losses is divided; by those of
-                the inputs if None.
+    def of_method(self, model: nn.Module, inputs: Any, return_outputs: bool, num_items_in_batch: Any) -> Any:
+        """The method's loss; the arguments are those of `compute_loss`.
 
         Raises:
             ValueError: pairs whose inputs were changed.
         """
-        if self.compute_loss_func is not None:
+        if self.trainer.compute_loss_func is not None:
             outputs = model(**{name: each for name, each in inputs.items() if name in ("input_ids", "attention_mask")})
-            loss = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
+            loss = self.trainer.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
-        micro = self._micro_of(inputs)
-        objective: Any = self.inner_objective
+        micro = self.micro_of(inputs)
+        objective: Any = self.trainer.inner_objective
         outputs, stats, micro.output = self._stats(model, micro, return_outputs)
         if isinstance(objective, TokenObjective):
             items = micro.batch.scores if num_items_in_batch is None else num_items_in_batch
             loss = objective.loss(stats).sum() / items
         else:
-            referred = self._models(model).referred(Part.of(micro.batch), objective)
+            referred = self.trainer.runner.models(model).referred(Part.of(micro.batch), objective)
             micro.outcome = outcome = objective.loss(objective.read(micro.batch, stats, referred), micro.counts)
             loss = outcome.loss / micro.share
         micro.output.loss = loss.detach()
@@ -275,26 +267,31 @@ class OwnLosses(Trainer):
 
     def _stats(self, model: nn.Module, micro: MicroBatch, with_logits: bool) -> tuple[Any, Any, ScoreOutput]:
         """(outputs with logits or None, statistics with gradients, the same without)."""
-        objective, batch = self.inner_objective, micro.batch
+        objective, batch = self.trainer.inner_objective, micro.batch
         scores = scores_of(batch, objective, accumulate=False)
         if not with_logits:
             scores = type(scores)(scores.index, scores.target, objective.want, aux_loss=scores.aux_loss)
-            found = score_shared(model, batch, scores, padding_free=self._models(model).padding_free)
-            return None, found.stats, self.head.output_of(detached(found.stats), aux_loss=found.aux_loss)
+            found = score_shared(model, batch, scores, padding_free=self.trainer.runner.models(model).padding_free)
+            return None, found.stats, self.trainer.head.output_of(detached(found.stats), aux_loss=found.aux_loss)
         more = {"output_router_logits": True} if scores.aux_loss else {}
         outputs = model(input_ids=micro.inputs["input_ids"], attention_mask=micro.inputs["attention_mask"], **more)
         longest = micro.inputs["input_ids"].shape[1]
-        stats = self.head.dense_stats(outputs.logits, micro.index, batch.score_target, longest, objective.want)
-        found = self.head.output_of(detached(stats), aux_loss=getattr(outputs, "aux_loss", None))
+        stats = self.trainer.head.dense_stats(outputs.logits, micro.index, batch.score_target, longest, objective.want)
+        found = self.trainer.head.output_of(detached(stats), aux_loss=getattr(outputs, "aux_loss", None))
         return outputs, stats, found
 
-    def _micro_of(self, inputs: Mapping[str, Any]) -> MicroBatch:
+    def micro_of(self, inputs: Mapping[str, Any]) -> MicroBatch:
+        """The micro-batch that inputs are of.
+
+        Raises:
+            ValueError: pairs whose inputs were changed.
+        """
         micro = self._micro
         if micro is not None and micro.is_as_given(inputs):
             return micro
-        if self.plain_completions:
+        if self.trainer.plain_completions:
             raise ValueError(
-                f"{type(self).__name__}: super().compute_loss got inputs that were changed, of which the pairs are not "
+                f"{self.title}: super().compute_loss got inputs that were changed, of which the pairs are not "
                 "known: pass on those that came"
             )
         batch = ragged_from_collated(inputs).to(self.args.device)
@@ -302,11 +299,3 @@ class OwnLosses(Trainer):
         given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         self._micro = MicroBatch(batch, given, index, {} if micro is None else micro.counts)
         return self._micro
-
-    @property
-    def inner_objective(self) -> Any:
-        """The method's own objective."""
-        return self.runner.method_objective  # type: ignore[attr-defined]
-
-    def _models(self, model: nn.Module) -> Models:
-        return self.runner.models(model)  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from lowtide.data.report.ledger import Ledger
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import Method
+from lowtide.trainers.losses.own_loss import OwnLosses
 
 
 class Reported(Protocol):
@@ -44,6 +45,7 @@ class Reported(Protocol):
     @property
     def rehearsed_bytes(self) -> int | None: ...
 
-    def plain_cost(self) -> str: ...
+    @property
+    def own_loss(self) -> OwnLosses: ...
 
     def report_lines(self) -> list[tuple[str, str]]: ...

@@ -110,7 +110,7 @@ class StartReport(TrainerCallback):
                 if args.use_liger_loss
                 else []
             ),
-            *([("loss", self.trainer.plain_cost())] if self.trainer.plain_cost() else []),
+            *([("loss", cost)] if (cost := self.trainer.own_loss.cost()) else []),
             *([("NEFTune", noise_text(args, self.trainer.reference))] if args.neftune_noise_alpha else []),
             *without_effect(args),
             *self.trainer.report_lines(),

@@ -33,7 +33,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_rows import check_same_batch
 from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import distributed
-from lowtide.run.edge import TO_DO
+from lowtide.run.edge import TO_DO, edge
 from lowtide.run.optimizers import NAMES, own_optimizer
 from lowtide.run.options.sharding import engines_hidden
 from lowtide.run.options.training import TrainingConfig
@@ -42,12 +42,13 @@ from lowtide.step.cut import idle_part
 from lowtide.step.heaviest import row_lengths
 from lowtide.step.metrics import Totals
 from lowtide.step.phases import HighWater, Phases
-from lowtide.step.rank_sync import RankSync
+from lowtide.step.rank_sync import OutOfMemory, RankSync
 from lowtide.step.rehearsal import rehearse
 from lowtide.step.runner import StepRunner
 from lowtide.step.updater import NotFiniteStep
 from lowtide.step_plan import Limits
 from lowtide.trainers.checkpoints.resuming import Resuming, Resumption
+from lowtide.trainers.checkpoints.signals import stopping_at_once
 from lowtide.trainers.checkpoints.stopping import Stopping
 from lowtide.trainers.checkpoints.whole import WholeCheckpoints
 from lowtide.trainers.evaluation import PaddedPredictions, Predictions
@@ -56,10 +57,18 @@ from lowtide.trainers.optimizers import OptimizerMaker
 from lowtide.trainers.order import RowOrder, counted, own_rows
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 from lowtide.trainers.reports.model_card import Card
+from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.progress import RichProgress
 
 logger = logging.getLogger(__name__)
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
+
+
+@contextlib.contextmanager
+def public_call(doing: str) -> Iterator[None]:
+    """Around a call of a trainer by its user, what `run.edge` does and, but for training, the end at SIGTERM."""
+    with stopping_at_once(doing), edge(doing):
+        yield
 
 
 class LowtideTrainer(Trainer):
@@ -185,9 +194,13 @@ class LowtideTrainer(Trainer):
         """Where the labels of a collator of another library are predicted."""
         return NEXT_TOKEN
 
+    def kept_columns(self) -> list[str]:
+        """The columns of a dataset that its rows keep."""
+        return ["input_ids", "labels", "seq_lengths", "attention_mask", "position_ids", "images"]
+
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            self._signature_columns = ["input_ids", "labels", "seq_lengths", "attention_mask", "position_ids", "images"]
+            self._signature_columns = self.kept_columns()
 
     def as_ragged(self, inputs: Any) -> RaggedBatch:
         batch = inputs if isinstance(inputs, RaggedBatch) else ragged_from_collated(inputs, self.score_rule)
@@ -265,19 +278,33 @@ class LowtideTrainer(Trainer):
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; what is changed for the time of training is undone afterwards.
+        """As the Trainer's; a run that stops for want of memory says what would have helped.
 
         Raises:
             Interrupted: Ctrl-C; a `KeyboardInterrupt`.
             Stopped: SIGTERM; a `SystemExit`.
             ValueError: another process trains into the folder, or the checkpoint cannot be resumed from.
         """
+        resuming = self.resuming.during_training(resume_from_checkpoint)
+        with self._training(), self.stopping.during_training(), resuming as checkpoint:
+            self.checkpoints.last = checkpoint
+            return super().train(checkpoint, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _training(self) -> Iterator[None]:
+        """Around the training: a run that stops for want of memory says what would have helped, and what is changed
+        meanwhile is undone."""
+        liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False  # the table has it, without its losses
         try:
-            with self.stopping.during_training(), self.resuming.during_training(resume_from_checkpoint) as checkpoint:
-                self.checkpoints.last = checkpoint
-                return super().train(checkpoint, *args, **kwargs)
+            with edge("training"):
+                try:
+                    yield
+                finally:
+                    self.runner.end()
+        except OutOfMemory as error:
+            raise explained(cast(Any, self), error) from None
         finally:
-            self.runner.end()
+            self.args.use_liger_kernel = liger
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
@@ -431,6 +458,23 @@ class LowtideTrainer(Trainer):
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
+    def handed_in(self, dataset: Any) -> Any:
+        """A dataset that comes after construction, prepared and checked."""
+        return dataset
+
+    @public_call("evaluating")
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the Trainer's; a dataset handed in here may be unprepared."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.handed_in(eval_dataset)
+        return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
+
+    @public_call("predicting")
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; the dataset may be unprepared. `predictions` are log-probs of targets and `label_ids` the
+        targets, [scores]; logits where a loss of one's own needs them."""
+        return super().predict(self.handed_in(test_dataset), *args, **kwargs)
+
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -547,9 +591,10 @@ class LowtideTrainer(Trainer):
             ValueError: it could not be written; while a checkpoint is, ranks meet first.
         """
         theirs = super().save_model
-        self.checkpoints.save_model(
-            output_dir, _internal_call, lambda: theirs(output_dir, _internal_call), lambda *args: self._save(*args)
-        )
+        with contextlib.nullcontext() if _internal_call else public_call("saving the model"):
+            self.checkpoints.save_model(
+                output_dir, _internal_call, lambda: theirs(output_dir, _internal_call), lambda *args: self._save(*args)
+            )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         theirs = super()._save_optimizer_and_scheduler
@@ -598,3 +643,16 @@ class LowtideTrainer(Trainer):
         """
         if self.is_world_process_zero():
             Card(self).write(model_name, dataset_name, tags, **metadata)
+
+    # -- what there is not -----------------------------------------------------------------------------------------
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            ValueError: says what to do.
+        """
+        raise ValueError(
+            f"{type(self).__name__}.hyperparameter_search is not built, since options and memory are settled when a "
+            "trainer is made: make a trainer for each trial, with its options, in the function that the search calls"
+        )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -25,7 +24,6 @@ from lowtide.methods.method import Findings, Method, Objective
 from lowtide.methods.rows import Prepared, RowLayout
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_run import check_same_run
-from lowtide.run.edge import edge
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
 from lowtide.run.inputs.beginning import beginning_of
 from lowtide.run.inputs.loading import config_of
@@ -36,25 +34,15 @@ from lowtide.run.training_run import Inputs, TrainingRun
 from lowtide.run.unwise import unwise
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.step.models import OwnLoss
-from lowtide.step.rank_sync import OutOfMemory
 from lowtide.trainers.attributes import set_options
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.checkpoints.output_folder import check_output
-from lowtide.trainers.checkpoints.signals import stopping_at_once
-from lowtide.trainers.hooks import LowtideTrainer
+from lowtide.trainers.hooks import LowtideTrainer, public_call
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
-from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.start import StartReport
 from lowtide.trainers.signatures import DEFAULTS
 
 logger = logging.getLogger(__name__)
-
-
-@contextmanager
-def public_call(doing: str) -> Iterator[None]:
-    """Around a call of a trainer by its user, what `run.edge` does and, but for training, the end at SIGTERM."""
-    with stopping_at_once(doing), edge(doing):
-        yield
 
 
 class MethodTrainer(LowtideTrainer):
@@ -284,30 +272,18 @@ class MethodTrainer(LowtideTrainer):
     def rows_together(self) -> int:
         return self.method.rows.together(self.args)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a run that stops for want of memory says what would have helped."""
-        liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False  # the table has it, without its losses
-        try:
-            with edge("training"):
-                return super().train(*args, **kwargs)
-        except OutOfMemory as error:
-            raise explained(cast(Any, self), error) from None
-        finally:
-            self.args.use_liger_kernel = liger
-
     # -- data --------------------------------------------------------------------------------------------------------
 
     def drawn(self, batch: RaggedBatch, epoch: int) -> RaggedBatch:
         return self.training_run.drawn(batch, epoch)
 
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()
-        rows, columns = self.method.rows, cast(list, self._signature_columns)
+    def kept_columns(self) -> list[str]:
+        rows = self.method.rows
         other = self.training_run.inputs.data_collator is not None and rows.labelled
         wanted = [] if other else list(rows.values())
         if rows.completions:
             wanted += ["prompt_ids", *rows.columns(self.args), "ref_logprobs", "number"]
-        columns += [name for name in wanted if name not in columns]
+        return list(dict.fromkeys([*super().kept_columns(), *wanted]))
 
     def _prepared(self, dataset: Any) -> Any:
         """One dataset, or several by name, prepared for evaluation."""
@@ -329,37 +305,7 @@ class MethodTrainer(LowtideTrainer):
             count = min(2, self.args.train_batch_size if trained_on else self.args.eval_batch_size)
             check_collator(lambda rows: self.as_ragged(wanted(rows)), run.own_collator, dataset, count, title, name)
 
-    @public_call("evaluating")
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As the Trainer's; a dataset handed in here may be unprepared."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._handed_in(eval_dataset)
-        return super().evaluate(cast(Any, eval_dataset), *args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's."""
-        with nullcontext() if _internal_call else public_call("saving the model"):
-            super().save_model(output_dir, _internal_call)
-
-    @public_call("predicting")
-    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; the dataset may be unprepared. `predictions` are log-probs of targets and `label_ids` the
-        targets, [scores]; logits where a loss of one's own needs them."""
-        return super().predict(self._handed_in(test_dataset), *args, **kwargs)
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
-
-        Raises:
-            ValueError: says what to do.
-        """
-        raise ValueError(
-            f"{type(self).__name__}.hyperparameter_search is not built, since options and memory are settled when a "
-            "trainer is made: make a trainer for each trial, with its options, in the function that the search calls"
-        )
-
-    def _handed_in(self, dataset: Any) -> Any:
-        """A dataset that comes after construction, prepared and checked."""
+    def handed_in(self, dataset: Any) -> Any:
         if dataset is self.eval_dataset:
             return dataset
         dataset = self._prepared(dataset)

@@ -70,9 +70,9 @@ class ReferenceTrainer(MethodTrainer):
             sums[segments] for segments in completion_segments(batch, len(self.method.rows.columns(self.args)))
         )
 
-    def _handed_in(self, dataset: Any) -> Any:
+    def handed_in(self, dataset: Any) -> Any:
         """As the others', with the reference's log-probabilities where those of training were computed before it."""
-        dataset = super()._handed_in(dataset)
+        dataset = super().handed_in(dataset)
         return dataset if self._later is None else self._later.with_columns(self, dataset)
 
     def report_lines(self) -> list[tuple[str, str]]:

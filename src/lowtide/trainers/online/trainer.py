@@ -213,8 +213,8 @@ class OnlineTrainer(ReferenceTrainer):
         count = args.num_generations
         return Windows(args.written_at_a_time // count, count, args.steps_of_generation * args.num_iterations)
 
-    def _set_signature_columns_if_needed(self) -> None:
-        self._signature_columns = ["prompt", "prompt_ids", "image", "images"]
+    def kept_columns(self) -> list[str]:
+        return ["prompt", "prompt_ids", "image", "images"]
 
     # -- a step --------------------------------------------------------------------------------------------------
 

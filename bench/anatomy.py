@@ -1,4 +1,4 @@
-"""`python -m bench.anatomy`: the picture and the table of docs/how-much-memory.md, from estimates.
+"""`python -m bench.anatomy`: the picture and the table of docs/predictions.md, from estimates.
 
 Nothing is trained: the planner traces the runs, of Qwen2.5-0.5B on one H100, and the picture is what its trace says of
 the living tensors of one optimizer step.
@@ -28,7 +28,7 @@ from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planning import estimate
 from lowtide.run.options.configs import method_of
 
-PAGE = ROOT / "docs" / "how-much-memory.md"
+PAGE = ROOT / "docs" / "predictions.md"
 PICTURE = ROOT / "docs" / "how-much-memory.svg"
 MARK, END = "<!-- table: python -m bench.anatomy -->", "<!-- end of table -->"
 DEVICE = "H100-80GB"

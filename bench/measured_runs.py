@@ -2,7 +2,7 @@
 
 Each line is a run that somebody measured with `lowtide measure METHOD --share FILE`. A line that has other fields than
 those, or a text in place of a number or a known word, is refused. `--write` writes the table into
-docs/measured-runs.md.
+docs/predicted-and-measured.md.
 """
 
 import argparse
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lowtide.planner.answers.shared_run import SharedRun
 
 LINES = ROOT / "docs" / "measured-runs.jsonl"
-PAGE = ROOT / "docs" / "measured-runs.md"
+PAGE = ROOT / "docs" / "predicted-and-measured.md"
 MARK, END = "<!-- written by `python -m bench.measured_runs --write` -->", "<!-- /runs -->"
 
 

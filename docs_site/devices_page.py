@@ -1,6 +1,6 @@
 """The page of `lowtide page` in the site: the same file, and the links to it.
 
-It is no page of docs/, so that neither docs/index.md nor docs/gpus.md can link to it where they are read in the
+It is no page of docs/, so that neither docs/index.md nor docs/plan.md can link to it where they are read in the
 repository: the site adds the links.
 """
 
@@ -13,7 +13,7 @@ from lowtide.planner.answers.page import grid, html_of
 
 PATH = NAME.name
 TITLE = "What do I need to train it?"
-BEHIND = "gpus.md"
+BEHIND = "plan.md"
 """The page that explains it, behind which it stands in the navigation and in the list of pages."""
 IN_THE_LIST = f"- [{TITLE}]({PATH}): a model, a method and a device are chosen, and what fits is shown"
 

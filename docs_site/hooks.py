@@ -8,6 +8,7 @@ from mkdocs.structure.files import File, Files
 from docs_site import devices_page
 from docs_site.api_pages import api_pages
 from docs_site.llms_text import llms_text, pages_of
+from docs_site.moved import write_redirects
 from docs_site.navigation import navigation
 from docs_site.notebook_page import notebook_page
 from docs_site.source_links import without_source_links
@@ -57,8 +58,9 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
 
 
 def on_post_build(*, config: Any) -> None:
-    """`llms.txt`, and the Markdown of each page beside it."""
+    """The addresses that pages had before; `llms.txt`, and the Markdown of each page beside it."""
     folder = Path(config.site_dir)
+    write_redirects(folder)
     for path, markdown in MARKDOWN.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(markdown, encoding="utf-8")

@@ -21,7 +21,7 @@ from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
 from lowtide.cli.run_file import read_run_file
 from lowtide.cli.train import options_of_command
-from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced
+from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced, headings
 
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
 TRAINERS = (
@@ -159,7 +159,7 @@ def test_names_and_options_of_python_that_is_not_run(page):
                     assert {each.arg for each in node.keywords} <= fields, f"{page}: {node.func.id}"
 
 
-@pytest.mark.parametrize("page", ["gpus.md", "other-trainers.md", "measured-runs.md"])
+@pytest.mark.parametrize("page", ["plan.md", "other-trainers.md", "predicted-and-measured.md"])
 def test_the_command_lines_of_answers(page):
     lines = re.findall(r"^    lowtide (.*)$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
     assert lines, f"{page} has no command line"
@@ -192,9 +192,3 @@ def test_every_page_is_listed_and_every_link_leads_somewhere():
 def links(page: Path) -> list[tuple[str, str]]:
     """The files that a page links to, and their headings."""
     return re.findall(r"\]\(([^)#:]*)(?:#([^):]*))?\)", page.read_text(encoding="utf-8"))
-
-
-def headings(page: Path) -> set[str]:
-    """A page's headings as links have them."""
-    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}

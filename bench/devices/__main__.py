@@ -4,7 +4,7 @@ of 1,000,000 and 2,000,000 tokens for 8 of them.
 No GPU is needed: `lowtide plan --devices` chooses how a run is spread and its techniques, and all numbers are
 predictions. The long rows have fixed settings, which are lowtide's form of those in TRL's guide to such rows; the
 longer is run in pieces. The figure beside them is what TRL says of its own. `make docs` writes what was recorded into
-docs/planning-devices.md.
+docs/plan.md.
 """
 
 import argparse

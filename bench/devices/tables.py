@@ -1,4 +1,4 @@
-"""The tables of docs/planning-devices.md."""
+"""The tables of docs/plan.md."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from bench.measuring.measure import GIGABYTE
 from bench.measuring.processes import ROOT
 from bench.measuring.results import dated
 
-PAGE = ROOT / "docs" / "planning-devices.md"
+PAGE = ROOT / "docs" / "plan.md"
 MARKS = {
     "tables": ("<!-- tables: written by `make docs` from bench/results -->", "<!-- /tables -->"),
     "row": ("<!-- row: written by `make docs` from bench/results -->", "<!-- /row -->"),

@@ -52,8 +52,8 @@ README = ROOT / "README.md"
 RESULTS_MARK, RESULTS_END = "<!-- results: written by `make docs` from bench/results -->", "<!-- /results -->"
 MEMORY_PAGE = ROOT / "docs" / "memory.md"
 COSTS_MARK, COSTS_END = "<!-- written by `make docs` from bench/results -->", "<!-- /costs -->"
-SHARDING_PAGE = ROOT / "docs" / "sharding-estimate.md"
-PEAKS_MARK, PEAKS_END = "<!-- written by `make docs` from bench/results -->", "<!-- /peaks -->"
+RANKS_PAGE = ROOT / "docs" / "predicted-and-measured.md"
+RANKS_MARK, RANKS_END = "<!-- ranks: written by `make docs` from bench/results -->", "<!-- /ranks -->"
 TECHNIQUES_MARK, TECHNIQUES_END = "<!-- written by `make docs` from lowtide.memory.table -->", "<!-- /techniques -->"
 
 OPENING = f"""# Benchmarks
@@ -110,7 +110,7 @@ def main() -> int:
     for page in sorted((ROOT / "docs" / "memory").glob("*.md")):
         write_measured(page, memory)
     sharded = [result for result in results if result.get("kind") == SHARDED_ESTIMATE]
-    write_between(SHARDING_PAGE, PEAKS_MARK, [line for each in sharded for line in sharded_lines(each)], PEAKS_END)
+    write_between(RANKS_PAGE, RANKS_MARK, [line for each in sharded for line in sharded_lines(each)], RANKS_END)
     write_between(MEMORY_PAGE, COSTS_MARK, costs_table(memory), COSTS_END)
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
     write_matrix_charts()

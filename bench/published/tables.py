@@ -1,4 +1,4 @@
-"""The tables of docs/published-peaks.md."""
+"""The tables of docs/predicted-and-measured.md."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ TITLES = {
     TORCHTITAN: "torchtitan, Llama-3.1-8B on 8 H100",
     UNSLOTH: "Unsloth",
 }
-PAGE = ROOT / "docs" / "published-peaks.md"
-MARK, END = "<!-- written by `make docs` from bench/results -->", "<!-- /peaks -->"
+PAGE = ROOT / "docs" / "predicted-and-measured.md"
+MARK, END = "<!-- published: written by `make docs` from bench/results -->", "<!-- /published -->"
 
 
 def missed(run: Mapping[str, Any]) -> bool:
@@ -48,7 +48,7 @@ def tables(result: Mapping[str, Any]) -> list[str]:
     lines = []
     for source, title in TITLES.items():
         runs = [run for run in result["runs"] if run["case"] in CASES and CASES[run["case"]].source == source]
-        lines += ["", f"## {title}", "", f"Source: <{source}>", ""]
+        lines += ["", f"### {title}", "", f"Source: <{source}>", ""]
         lines += ["| | published | predicted for lowtide | difference | most of the prediction | settings |"]
         lines += ["|---|---:|---:|---:|---|---|", *(f"| {' | '.join(cells(run))} |" for run in runs)]
     return [*lines, "", f"{dated(result['versions'])}. From `python -m bench.published`.", ""]

@@ -12,10 +12,12 @@ import lowtide
 from docs_site.api_pages import api_pages
 from docs_site.docstrings import markdown_of
 from docs_site.llms_text import first_sentence, llms_text
+from docs_site.moved import MOVED, write_redirects
 from docs_site.navigation import navigation
 from docs_site.notebook_page import notebook_page
 from docs_site.source_links import without_source_links
 from lowtide.planner.answers.page import grid, html_of
+from tests.support.pages.pages import headings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -88,6 +90,22 @@ def test_a_notebook_becomes_a_page_with_its_pictures(tmp_path):
     assert "```text\none\n```" in text
 
 
+def test_an_old_address_leads_to_where_its_text_is_now(tmp_path):
+    for target in MOVED.values():
+        page, _, heading = target.partition("#")
+        with (tmp_path / page).open("a") as file:
+            file.write(f'<h2 id="{heading}">')
+        assert heading in headings(DOCS / page.replace(".html", ".md"))
+    write_redirects(tmp_path)
+    assert 'url=plan.html#on-which-devices"' in (tmp_path / "gpus.html").read_text()
+    with pytest.raises(ValueError, match="is a page again"):
+        write_redirects(tmp_path)
+    (tmp_path / "gpus.html").unlink()
+    (tmp_path / "plan.html").write_text("")
+    with pytest.raises(ValueError, match="no such heading"):
+        write_redirects(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_site_builds_strictly_and_asks_nobody_else(tmp_path):
     pytest.importorskip("material", reason="`make site` installs mkdocs-material")
@@ -100,7 +118,7 @@ def test_the_site_builds_strictly_and_asks_nobody_else(tmp_path):
         assert not fetched, f"{page.name} fetches {fetched}"
     devices = tmp_path / "lowtide-gpus.html"
     assert devices.read_text(encoding="utf-8") == html_of(grid())
-    for page, links in (("index.html", 2), ("gpus.html", 2), ("memory/adapters.html", 1)):
+    for page, links in (("index.html", 2), ("plan.html", 2), ("memory/adapters.html", 1)):
         target = "../lowtide-gpus.html" if "/" in page else "lowtide-gpus.html"
         assert (tmp_path / page).read_text(encoding="utf-8").count(f'href="{target}"') == links, page
     assert "recipes.md" in (tmp_path / "llms.txt").read_text()

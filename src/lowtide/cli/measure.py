@@ -1,7 +1,7 @@
 """`lowtide measure sft --config run.yaml`: real steps of a run, and its measured peak beside the predicted one.
 
 With `--share FILE` it adds one line of JSON to a file, with nothing private in it, for the public table of predicted
-and measured peaks (docs/measured-runs.md).
+and measured peaks (docs/predicted-and-measured.md).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         with arguments.share.open("a", encoding="utf-8") as file:
             file.write(made.line() + "\n")
         print(f"Added to {arguments.share}; this is all of it:\n{made.line()}")
-        print("docs/measured-runs.md says how it becomes part of the public table.")
+        print("docs/predicted-and-measured.md says how it becomes part of the public table.")
     return 0
 
 

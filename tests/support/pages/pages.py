@@ -22,3 +22,9 @@ def fenced(page: str, language: str) -> list[str]:
     """The fenced blocks of a page in a language."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def headings(page: Path) -> set[str]:
+    """A page's headings as links have them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}

@@ -20,7 +20,7 @@ _ = IGNORED
 
 
 def prepared(rows: Any, **options: Any):
-    made = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
+    made = Dataset.from_list(rows) if isinstance(rows, list) else rows
     given = {"labels": TAGS, "max_length": 512, **options}
     return prepare_tags(made, PIECES, TagOptions(**given), batch_size=4)
 
@@ -195,3 +195,20 @@ def test_the_labels_of_a_stream_are_not_known():
     rows = Dataset.from_list([ROW]).to_iterable_dataset()
     with pytest.raises(ValueError, match=r"is a stream, whose labels are not known.*tag_names"):
         labels_of(rows, None, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_first_row_without_words_says_nothing_of_the_labels(stream):
+    rows = Dataset.from_list([{"tokens": [], "ner_tags": []}, ROW])
+    found, _ledger = prepared(rows.to_iterable_dataset() if stream else rows)
+    assert [row["labels"] for row in found] == [[_, 1, _, _, 0, 4, _, _]]
+
+
+@pytest.mark.parametrize("first", [None, [None, None, None]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_first_row_without_labels_is_named_with_its_column(first, stream):
+    rows = Dataset.from_list([{**ROW, "ner_tags": first}, ROW])
+    with pytest.raises(ValueError, match=r"row 0 .*: (ner_tags\[0\]|'ner_tags') is (null|None)"):
+        list(prepared(rows.to_iterable_dataset() if stream else rows)[0])
+    with pytest.raises(ValueError, match=r"row 0 .*: 'tokens' has 3 words and 'ner_tags' 0 labels"):
+        prepared([{**ROW, "ner_tags": []}, ROW])

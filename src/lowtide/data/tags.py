@@ -64,7 +64,7 @@ def prepare_tags(
     source = options.source or title_of(dataset, name)
     with reading(dataset, source, "input_ids and labels") as first_row:
         tags = detect_tags(dataset, list(first_row), options.text_column_name, options.label_column_name, source)
-        encoder = TagEncoder(tokenizer, tags, options, first_row, source)
+        encoder = TagEncoder(tokenizer, tags, options, source)
         more = ("attention_mask",) if tags.is_tokenized and "attention_mask" in first_row else ()
         check_read(list(first_row), (*tags.columns, *more), source)
         rows = dataset.with_format(None).select_columns([*tags.columns, *more])

@@ -59,11 +59,11 @@ class TagEncoder:
         tokenizer: PreTrainedTokenizerBase,
         tags: TagFormat,
         options: TagOptions,
-        first_row: Mapping[str, Any],
         source: str,
     ) -> None:
         self.tags, self.options, self.source = tags, options, source
-        self.numbers = {**label_numbers(tags, options.labels, first_row), IGNORED: IGNORED}
+        self.numbers: dict[Any, int] | None = None
+        """From a label of the rows to its number; None until a row has a label."""
         self.tokenizer = copy.deepcopy(tokenizer)  # calls leave their limits on length in it
         self.vocab_size = options.vocab_size or len(tokenizer)
         self.inside = _inside(options.labels)
@@ -127,13 +127,15 @@ class TagEncoder:
                 f"{names.text!r} has {len(text)} {'tokens' if names.is_tokenized else 'words'} and {names.labels!r} "
                 f"{len(labels)} labels; each has one.",
             )
+        self.numbers = self.numbers or label_numbers(names, self.options.labels, labels)
+        numbers = {**(self.numbers or {}), IGNORED: IGNORED}
         try:
-            return [self.numbers[label] for label in labels]
+            return [numbers[label] for label in labels]
         except (KeyError, TypeError):
-            raise place.error(index, self._unknown(labels)) from None
+            raise place.error(index, self._unknown(labels, numbers)) from None
 
-    def _unknown(self, labels: list) -> str:
-        at = next(at for at, each in enumerate(labels) if not (isinstance(each, str | int) and each in self.numbers))
+    def _unknown(self, labels: list, numbers: Mapping[Any, int]) -> str:
+        at = next(at for at, each in enumerate(labels) if not (isinstance(each, str | int) and each in numbers))
         known = self.options.labels
         return (
             f"{self.tags.labels}[{at}] is {labels[at]!r}, which is not among the model's {len(known)} labels "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from datasets import ClassLabel, Dataset, IterableDataset
 
+from lowtide.data.batches.token_rows import IGNORED
 from lowtide.data.formats.labels import column_of, distinct_labels, names_of_found, numbers_of
 
 TEXT_COLUMNS = ("tokens", "words")
@@ -76,7 +77,14 @@ def label_names(dataset: Dataset | IterableDataset, tags: TagFormat, source: str
     return names_of_found(distinct_labels(dataset, tags.labels))
 
 
-def label_numbers(tags: TagFormat, labels: Sequence[str], first_row: Mapping[str, Any]) -> dict[Any, int]:
-    """From a label as the rows have it to its number in `labels`, the model's."""
-    texts = isinstance(next(iter(first_row[tags.labels] or []), None), str)
-    return numbers_of(labels, tags.names, texts=texts)
+def label_numbers(tags: TagFormat, labels: Sequence[str], row: Sequence[Any]) -> dict[Any, int] | None:
+    """From a label as the rows have it, names or numbers, to its number in `labels`, the model's.
+
+    Args:
+        row: the labels of a row, which say which of the two the rows have.
+
+    Returns:
+        None where the row has no label that says it.
+    """
+    label = next((each for each in row if isinstance(each, str | int) and each != IGNORED), None)
+    return None if label is None else numbers_of(labels, tags.names, texts=isinstance(label, str))

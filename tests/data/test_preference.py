@@ -168,3 +168,23 @@ def test_labels_that_are_all_the_same_are_warned_of(tokenizer, caplog):
     rows = [{"prompt": "a ", "completion": "b", "label": True}] * 2
     prepare_unpaired(Dataset.from_list(rows), tokenizer, PreferenceOptions(), batch_size=2)
     assert caplog.text.count("every row has the label True") == 1
+
+
+@pytest.mark.parametrize("rows", [3, 4, 5])
+def test_a_last_row_by_itself_gets_the_completion_before_it_in_a_stream_too(rows, tokenizer, monkeypatch):
+    monkeypatch.setattr("lowtide.data.encode.kl_completions.ROWS_AT_A_TIME", 2)
+    dataset = Dataset.from_list([{"prompt": "a ", "completion": f"{n}{n}", "label": n % 2 == 0} for n in range(rows)])
+    here, stream = (
+        prepare_unpaired(each, tokenizer, PreferenceOptions(), batch_size=2, kl_block=2)[0]
+        for each in (dataset, dataset.to_iterable_dataset())
+    )
+    assert list(stream) == list(here)
+    assert list(stream) == list(here), "a second epoch of the stream differs"
+
+
+def test_a_single_row_of_a_stream_that_gets_its_own_completion_is_warned_of(tokenizer, caplog):
+    rows = [{"prompt": "a " * count, "completion": "b", "label": True} for count in (1, 90)]
+    options = PreferenceOptions(max_length=20, truncation_mode="keep_start")
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    assert len(list(prepare_unpaired(stream, tokenizer, options, batch_size=2, kl_block=2)[0])) == 1
+    assert "the baseline of row 0 is estimated from its own completion" in caplog.text

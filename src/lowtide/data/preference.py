@@ -198,7 +198,7 @@ def prepare_unpaired(
         if isinstance(rows, IterableDataset):
             _check_baseline(rows, has_kl and not encoder.is_paired, source)
             stream = map_stream(rows, preparer.in_order(), _only(features, wanted), source)
-            return (stream if kl_block is None else add_kl_to_stream(stream, kl_block, options.max_length)), None
+            return add_kl_to_stream(stream, kl_block, options.max_length, source), None
         prepared = _map(rows, preparer, options, features, name, kind=("unpaired", has_kl))
     statistics = _added_up(prepared, UNPAIRED_PARTS, options, source)
     numbers, lengths = _in_order(statistics, len(prepared), in_runs=encoder.is_paired)

@@ -8,7 +8,8 @@ Where we differ: a block of a single row would get its own completion, and its d
 anything. It gets that of the row before it, if there is one.
 """
 
-from functools import partial
+import logging
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from lowtide.data.batches.token_rows import list_column, range_index
 from lowtide.data.cache.fingerprint import cache_file
 from lowtide.data.cache.mapped import mapped_files, release_pages
 from lowtide.data.encode.preference_rows import WHOLE_COMPLETION
+
+logger = logging.getLogger(__name__)
 
 KL_COLUMN = "kl_completion_ids"
 KL_FEATURE = List(Value("int32"))
@@ -68,23 +71,46 @@ def add_kl_completions(rows: Dataset, block: int, max_length: int | None, finger
     return with_kl.with_format(None)
 
 
-def add_kl_to_stream(rows: IterableDataset, block: int, max_length: int | None) -> IterableDataset:
-    """The same for a stream, some blocks at a time; a single last row may get its own completion."""
+def add_kl_to_stream(rows: IterableDataset, block: int | None, max_length: int | None, source: str) -> IterableDataset:
+    """The same for a stream of `source`, some blocks at a time; without a block the stream as it is."""
+    if block is None:
+        return rows
     assert rows.features is not None
     features = rows.features.copy()
     del features[WHOLE_COMPLETION]
     features[KL_COLUMN] = KL_FEATURE
     return rows.map(
-        partial(_rotate, block=block, max_length=max_length),
+        _Rotation(block, max_length, source),
         batched=True,
+        with_indices=True,
         batch_size=block * -(-ROWS_AT_A_TIME // block),
         remove_columns=[WHOLE_COMPLETION],
         features=features,
     )
 
 
-def _rotate(batch: dict[str, list[Any]], block: int, max_length: int | None) -> dict[str, list[Any]]:
-    completions = batch[WHOLE_COMPLETION]
-    rooms = [None if max_length is None else max_length - len(prompt) for prompt in batch["prompt_ids"]]
-    previous = previous_in_block(len(completions), block)
-    return {KL_COLUMN: [completions[other][:room] for other, room in zip(previous, rooms, strict=True)]}
+@dataclass
+class _Rotation:
+    """What `datasets` calls with some blocks of a stream, one after the other."""
+
+    block: int
+    max_length: int | None
+    source: str
+    before: list[int] | None = None
+    """The last completion so far, for a block of a single row."""
+
+    def __call__(self, batch: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+        completions, before = batch[WHOLE_COMPLETION], self.before if numbers[0] else None
+        given = [completions[other] for other in previous_in_block(len(completions), self.block)]
+        if len(completions) == 1 and before is not None:
+            given = [before]
+        elif len(completions) == 1:
+            logger.warning(
+                "%s: the baseline of row %s is estimated from its own completion, since no other row comes before it "
+                "in the stream. Give more rows, or set loss_type='apo_zero_unpaired', which has no baseline.",
+                self.source,
+                numbers[0],
+            )
+        self.before = completions[-1]
+        rooms = [None if self.max_length is None else self.max_length - len(each) for each in batch["prompt_ids"]]
+        return {KL_COLUMN: [each[:room] for each, room in zip(given, rooms, strict=True)]}

@@ -26,6 +26,7 @@ from lowtide.engine.weights.split_vocabulary import splits_head
 from lowtide.engine.weights.stages import cut_into_stages
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.streaming import stream_of
+from lowtide.methods.options import ReferenceOptions
 from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import Engine, cut, disable_dropout
@@ -132,8 +133,9 @@ class ReferenceMaker:
                 check_reads_alike(model, frozen, self.what)
         elif frozen is None and sharded:
             raise ValueError(
-                "the model came sharded, so that no copy of it can be the reference: pass a `ref_model` that is "
-                "sharded alike, take adapters (`peft_config`), or give the model by name with fsdp=True"
+                "the model came sharded, so that no copy of it can be the reference: "
+                f"{self._instead('pass a `ref_model` that is sharded alike, ')}take adapters (`peft_config`), or give "
+                "the model by name with fsdp=True"
             )
         elif frozen is None:
             frozen = _copied(model, torch.bfloat16 if narrow else None)
@@ -193,7 +195,7 @@ class ReferenceMaker:
         if copied and self.source is None:
             raise ValueError(
                 "base_weights='stream' takes the reference from the files that the model came from, and the model was "
-                "passed loaded: pass its name or folder, or a `ref_model`"
+                f"passed loaded: {self._instead('pass a `ref_model`, or ')}pass its name or folder"
             )
         return self.source if copied else requested
 
@@ -214,8 +216,13 @@ class ReferenceMaker:
         if self.args.ref_model_storage != "same":
             raise ValueError(
                 f"ref_model_storage={self.args.ref_model_storage!r} requires a reference of its own, and with adapters "
-                "the reference shares the policy's base: pass a `ref_model`, or leave it at 'same'"
+                f"the reference shares the policy's base: {self._instead('pass a `ref_model`, or ')}leave it at 'same'"
             )
+
+    def _instead(self, way_out: str) -> str:
+        """A way out by the argument `ref_model`, which not every trainer takes."""
+        takes = isinstance(self.args, ReferenceOptions) or "ref_model" in self.args.method.arguments
+        return way_out if takes else ""
 
     def _as_it_is(self, model: nn.Module, **how: Any) -> Reference:
         return Reference(

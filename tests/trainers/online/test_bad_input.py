@@ -11,7 +11,7 @@ from datasets import Dataset
 import lowtide
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from tests.support.models.architectures import build
-from tests.support.references.parity_world import tokenizer
+from tests.support.references.parity_world import lora, tokenizer
 from tests.support.runs.online_runs import SETTINGS, online, prompts, weights
 
 CONFIGS = {
@@ -151,3 +151,9 @@ def test_prompts_with_images_are_refused(tmp_path):
     data = Dataset.from_list([{"prompt": "What is this?", "image": "cat.png"}])
     with pytest.raises(ValueError, match="has the column 'image', and text models are trained here"):
         online(tmp_path, arguments={"train_dataset": data})
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+def test_a_reference_beside_adapters_is_refused_without_an_argument_that_is_not_there(method, tmp_path):
+    with pytest.raises(ValueError, match=r"shares the policy's base: leave it at 'same'$"):
+        online(tmp_path, method, beta=0.1, ref_model_storage="8bit", arguments={"peft_config": lora()})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -19,6 +20,17 @@ TextDates.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+class YamlOption(NamedTuple):
+    """A line of a YAML file of options."""
+
+    key: Any
+    node: yaml.Node
+    """Of the value, which says how it is written."""
+    value: Any
+    line: int
+    """Its number, from 1."""
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
@@ -47,6 +59,50 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(_first_line(error)) from None
     finally:
         loader.dispose()
+
+
+def yaml_options(path: str | Path) -> list[YamlOption]:
+    """The `option: value` lines of a YAML file, of which there may be none. `<<` takes over those of another mapping.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no text, no YAML, no mapping, or has a key that is no word or comes twice; names the line.
+    """
+    try:
+        loader = TextDates(Path(path).read_text(encoding="utf-8"))
+        node = yaml_node(loader)
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{path}, line {node.start_mark.line + 1}: expected `option: value` lines")
+        _check_keys(node, path)
+        loader.flatten_mapping(node)
+        found = {}
+        for key, value in node.value:
+            made = loader.construct_object(key, deep=True)
+            found[made] = YamlOption(made, value, loader.construct_object(value, deep=True), key.start_mark.line + 1)
+        return [*found.values()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error}") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{path}{line} is not YAML: {getattr(error, 'problem', None) or error}") from error
+    except (RecursionError, TypeError) as error:
+        raise ValueError(f"{path} is not YAML: {_first_line(error)}") from error
+
+
+def _check_keys(node: yaml.MappingNode, path: str | Path) -> None:
+    """Refuses a key that is no word, or comes twice."""
+    seen: set[str] = set()
+    for key, _ in node.value:
+        where = f"{path}, line {key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
+            raise ValueError(f"{where}: a key is a {kind}: write the option's name")
+        if key.value in seen:
+            raise ValueError(f"{where}: {key.value} is given twice")
+        seen.add(key.value)
 
 
 def yaml_node(loader: yaml.SafeLoader) -> yaml.Node | None:

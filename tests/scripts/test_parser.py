@@ -57,6 +57,9 @@ def test_a_command_line_gives_what_trls_gives(words):
         assert {name: values[name] for name in dataclasses.asdict(theirs)} == dataclasses.asdict(theirs)
 
 
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdef", "bcdefg", strict=True)
+)
 FILE = """
 env:
   LOWTIDE_TEST_A: text
@@ -102,7 +105,12 @@ def test_what_no_option_takes_is_returned_as_by_trls(tmp_path, monkeypatch, how)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1, 2]", "must hold `option: value` lines, and holds list"),
+        ("[1, 2]", "line 1: expected `option: value` lines"),
+        ("count: 1\n[a, b]: 2\n", "line 2: a key is a list: write the option's name"),
+        ("count: 1\ncount: 2\n", "line 2: count is given twice"),
+        ("count: [1\n", "line 2 is not YAML"),
+        ("a: &a [*a]\n", "line 1 is not YAML: an alias stands in what it names"),
+        (BOMB, "is not YAML: aliases make it more than 1,000,000 values"),
         ("env: [A]\n", "`env` is .*it must be a mapping"),
         ("env: {A: [1]}\n", "env: A is .1.; a variable holds one value"),
         ("count: 1\nbeta: 0.1\n", "has the keys beta, which are no options"),
@@ -113,6 +121,22 @@ def test_a_file_that_means_nothing_is_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         lowtide.TrlParser(Mine).parse_args_and_config([f"--config={path}"])
+
+
+def test_a_date_is_text_and_a_merged_mapping_gives_defaults(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("<<: {name: x, count: 1}\nname: 2024-01-01\n")
+    expected = Mine(count=1, name="2024-01-01")
+    assert lowtide.TrlParser(Mine).parse_args_and_config([f"--config={path}"]) == (expected,)
+    assert lowtide.TrlParser(Mine).parse_yaml_file(path) == (expected,)
+
+
+@pytest.mark.parametrize("text", ["count: 1\n[a, b]: 2\n", "a: &a [*a]\n", "count: 1\ncount: 2\n"])
+def test_what_transformers_reads_a_file_by_has_the_same_rules(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"run\.yaml, line [12]"):
+        lowtide.TrlParser(Mine).parse_yaml_file(path)
 
 
 def test_a_field_named_config_is_refused_and_subcommands_get_the_files_values(tmp_path):

@@ -12,7 +12,7 @@ import yaml
 from lowtide.cli.endings import UsageError
 from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.option_values import Option
-from lowtide.parsing import TextDates, yaml_node
+from lowtide.parsing import yaml_options
 from lowtide.renamed import is_off, replaced
 from lowtide.run.options.secrets import SECRET, without_secrets
 from lowtide.spelling import nearest
@@ -35,7 +35,11 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
         raise FileNotFoundError(f"--config: there is no file {str(path)!r}")
     values: dict[str, Any] = {}
     names = {alias: option.name for option in options.values() for alias in (option.name, *option.aliases)}
-    for key, node, value, line in _entries(path):
+    try:
+        entries = yaml_options(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    for key, node, value, line in entries:
         where = f"{path}, line {line}"
         if key in OF_LAUNCHER:
             continue
@@ -80,33 +84,3 @@ def _written(node: yaml.Node, value: Any, *, takes_text: bool) -> Any:
     if not isinstance(node, yaml.ScalarNode) or node.tag not in READ_OTHERWISE:
         return value
     return node.value if takes_text or OF_ANOTHER_BASE.fullmatch(node.value) else value
-
-
-def _entries(path: Path) -> list[tuple[Any, yaml.Node, Any, int]]:
-    """The keys and values of a YAML mapping, each with its line; values also as nodes."""
-    try:
-        loader = TextDates(path.read_text(encoding="utf-8"))
-        node = yaml_node(loader)
-        if node is None:
-            return []
-        if not isinstance(node, yaml.MappingNode):
-            raise UsageError(f"{path}, line {node.start_mark.line + 1}: expected `option: value` lines")
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                kind = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
-                raise UsageError(f"{path}, line {key.start_mark.line + 1}: a key is a {kind}: write the option's name")
-        return [
-            (
-                loader.construct_object(key, deep=True),
-                value,
-                loader.construct_object(value, deep=True),
-                key.start_mark.line + 1,
-            )
-            for key, value in node.value
-        ]
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text: {error}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path}{line} is not YAML: {getattr(error, 'problem', None) or error}") from error

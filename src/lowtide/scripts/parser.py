@@ -12,7 +12,7 @@ from typing import Any, get_args
 from lowtide.compat.argparse import actions_of, options_of, parsers_beneath
 from lowtide.compat.transformers import FieldParser
 from lowtide.environment import set_environment
-from lowtide.parsing import parse_yaml
+from lowtide.parsing import yaml_options
 
 FOR_ARGPARSE = ("help", "choices", "aliases", "metavar")
 """What of a field's metadata argparse knows."""
@@ -89,6 +89,11 @@ class TrlParser(FieldParser):
             )
         return found
 
+    def parse_yaml_file(self, yaml_file: Any, allow_extra_keys: bool = False) -> tuple[Any, ...]:
+        """As `transformers.HfArgumentParser`'s, but that the file is read as that of `--config` is."""
+        values = {str(each.key): each.value for each in yaml_options(yaml_file)}
+        return self.parse_dict(values, allow_extra_keys=allow_extra_keys)
+
     def set_defaults_with_config(self, **values: Any) -> list[str]:
         """Sets defaults, in subcommands too; an option that has one is not required.
 
@@ -134,9 +139,6 @@ def _without_config(words: list[str]) -> tuple[list[str], str | None]:
 
 def _read(path: str) -> dict[str, Any]:
     """The options of a YAML file; its environment variables are set."""
-    with open(path, encoding="utf-8") as file:
-        values = parse_yaml(file.read())
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold `option: value` lines, and holds {type(values).__name__}")
+    values = {str(each.key): each.value for each in yaml_options(path)}
     set_environment(values.pop("env", None), path)
     return values

@@ -483,3 +483,17 @@ def test_gsm8k_from_its_file(marked_tokenizer, tmp_path):
     assert sorted(scored) == said
     assert ledger.rows == len(talks)
     assert ledger.packing_fill > 0.98
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_no_process_beside_this_one_is_as_none_are_asked_for(tokenizer, packing, monkeypatch):
+    asked = []
+    plain = Dataset.map
+    monkeypatch.setattr(
+        Dataset, "map", lambda *args, **more: asked.append(more.get("num_proc")) or plain(*args, **more)
+    )
+    rows = [{"text": "a b c"}, {"text": "d e"}]
+    found, _ = run(rows, tokenizer, packing=packing, max_length=16, num_proc=0)
+    expected, _ = run(rows, tokenizer, packing=packing, max_length=16)
+    assert list(found) == list(expected)
+    assert set(asked) == {None}

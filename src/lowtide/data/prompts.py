@@ -182,7 +182,7 @@ def prepare_prompts(
     options = (encoder.most, encoder.uncut, sorted(encoder.template_kwargs.items(), key=str), *depends)
     named = combine(VERSION, fingerprint_of(dataset), tokenizer_fingerprint(encoder.tokenizer), options)
     return dataset.with_format(None).map(
-        tokens, with_indices=True, num_proc=num_proc, new_fingerprint=named, desc=f"Preparing {encoder.source}"
+        tokens, with_indices=True, num_proc=num_proc or None, new_fingerprint=named, desc=f"Preparing {encoder.source}"
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import lowtide
 from tests.rollout.chat_templates import HERMES_TEMPLATE
 from tests.support.models.tiny_models import build
-from tests.support.runs.online_runs import SETTINGS
+from tests.support.runs.online_runs import SETTINGS, online, prompts
 from tests.support.texts.byte_tokenizer import byte_tokenizer
 
 
@@ -54,3 +54,10 @@ def test_what_says_how_long_it_is_or_what_is_asked_is_needed(tmp_path):
         made(tmp_path, max_steps=-1)
     with pytest.raises(ValueError, match="`train_dataset` is required, since environment_factory has several"):
         made(tmp_path, {"asks": Asks})
+
+
+def test_prompts_are_prepared_without_a_process_beside_this_one(tmp_path):
+    args = {"dataset_num_proc": 0, "eval_strategy": "steps", "arguments": {"eval_dataset": prompts(4)}}
+    made = online(tmp_path, **args)
+    assert list(made.train_dataset) == list(online(tmp_path).train_dataset)
+    assert len(made.eval_dataset) == 4

@@ -83,7 +83,7 @@ def map_cached(
         with_indices=True,
         remove_columns=rows.column_names,
         features=features,
-        num_proc=num_proc,
+        num_proc=num_proc or None,  # 0 is no process beside this one, which older datasets refuse
         new_fingerprint=fingerprint,
         cache_file_name=cache_file(fingerprint),
         desc=f"Preparing {name}",

@@ -452,11 +452,10 @@ HOOKS = (
     ),
     Hook("_load_best_model", (), "_finalize_training", "the best checkpoint is checked first"),
     Hook("_load_rng_state", ("checkpoint",), "_run_epoch", "a checkpoint may lack a rank's random state"),
-    Hook("_save_rng_state", ("output_dir",), "_save_checkpoint", "completions that are learned from are saved beside"),
     Hook("create_model_card", None, "push_to_hub", "the model card is lowtide's"),
 )
-"""Every method of the Trainer that `lowtide.trainers` overrides, but its public entry points `train`, `evaluate` and
-`predict`."""
+"""Every method of the Trainer that `lowtide.trainers.hooks` overrides, but its public entry points `train`, `evaluate`
+and `predict`."""
 
 
 @contextlib.contextmanager
@@ -476,7 +475,6 @@ def no_checkpoints_deleted() -> Iterator[None]:
 
 USED = {
     "_wrap_model": "an evaluation outside of training gets the model as the Trainer's would",
-    "_save_rng_state": "completions that are learned from are saved beside it, a file a rank too",
     "_save": "the weights of a sharded model are gathered first",
     "_get_output_dir": "a checkpoint is written under another name, and then gets its own",
     "_get_collator_with_removed_columns": "extra columns are left to the collator that was passed",

@@ -1,4 +1,4 @@
-"""What evaluation gathers beside its sums."""
+"""An evaluation of a trainer, and what it gathers beside its sums."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
+from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.values import LABEL, NUMBER
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.method import Findings
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
+from lowtide.run.edge import TO_DO
 from lowtide.score_rules import IGNORE
+from lowtide.step.metrics import Totals
+from lowtide.step.rank_sync import RankSync
 
 
 class Predictions:
@@ -96,3 +104,49 @@ class PaddedPredictions:
                 functools.reduce(lambda a, b: nested_concat(a, b, padding_index=IGNORE), whole) if whole else None
             )
         return found[0], found[1]
+
+
+def evaluated(trainer: Any, model: nn.Module, loader: DataLoader, *, wanted: bool, prefix: str) -> EvalLoopOutput:
+    """The loss of every scored token of a dataset, and the metrics; memory does not grow with it.
+
+    Args:
+        wanted: whether predictions are kept.
+        prefix: of the metrics' names.
+    """
+    runner, device, own_loss = trainer.runner, trainer.args.device, trainer.own_loss
+    leads = runner.models(model).leads
+    totals, rows, sync = Totals(), 0, RankSync("evaluation", remedy=TO_DO["evaluating"])
+    kept = PaddedPredictions() if own_loss.evaluates(wanted) else trainer.predictions(wanted, model)
+    for number, inputs in enumerate(loader):
+        trainer.stopping.leave_evaluation()
+        batch = trainer.drawn(trainer.as_ragged(inputs), EVALUATION)
+        count = trainer.batches.own_rows(batch)
+        trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+        if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
+            runner.accompany(batch, model)
+            continue
+        batch = batch if count == batch.rows else batch.select_rows(range(count))
+        sync.micro_batch, sync.part = number, batch
+        local = sync.local(waited_for=runner.waited_for)
+        with local, trainer.phases.during("evaluation"), trainer.compute_loss_context_manager():
+            if isinstance(kept, PaddedPredictions):
+                own, seen = kept if wanted and leads else None, totals if leads else Totals()
+                own_loss.evaluate(model, batch, seen, runner.evaluation_limits, own)
+            else:
+                results = runner.evaluate(batch, totals, model)
+                if leads:
+                    kept.take_in(results)
+            rows += batch.rows if leads else 0
+        if not distributed():
+            sync.meet(device)
+    sync.meet(device)
+    totals.add(rows=rows)
+    sums = totals.read(device)
+    metrics: dict[str, Any] = trainer.metrics_of(sums) | kept.metrics()
+    metrics["loss"] = sums.get("loss", 0.0) + trainer.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
+    predictions, targets = kept.gathered()
+    if trainer.compute_metrics is not None:
+        metrics.update(trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=targets)))
+    plain: Any = denumpify_detensorize(metrics)
+    metrics = {f"{prefix}_{name}": value for name, value in plain.items()}
+    return EvalLoopOutput(predictions, targets, metrics, int(sums.get("rows", 0)))

@@ -9,52 +9,50 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
-from transformers import EvalPrediction, Trainer
-from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
+from transformers import Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
 from lowtide.data.batches.collate import ragged_from_collated
-from lowtide.data.batches.masking import EVALUATION
 from lowtide.engine.forward import same_rows_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.methods.method import Findings
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_rows import check_same_batch
 from lowtide.ranks.shards import is_sharded
-from lowtide.ranks.world import distributed
-from lowtide.run.edge import TO_DO, edge
+from lowtide.run.edge import edge
 from lowtide.run.optimizers import NAMES, own_optimizer
 from lowtide.run.options.sharding import engines_hidden
 from lowtide.run.options.training import TrainingConfig
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
-from lowtide.step.cut import idle_part
 from lowtide.step.heaviest import row_lengths
 from lowtide.step.metrics import Totals
 from lowtide.step.phases import HighWater, Phases
-from lowtide.step.rank_sync import OutOfMemory, RankSync
+from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import rehearse
 from lowtide.step.runner import StepRunner
 from lowtide.step.updater import NotFiniteStep
 from lowtide.step_plan import Limits
+from lowtide.trainers.batches import RowBatches
 from lowtide.trainers.checkpoints.resuming import Resuming, Resumption
 from lowtide.trainers.checkpoints.signals import stopping_at_once
 from lowtide.trainers.checkpoints.stopping import Stopping
 from lowtide.trainers.checkpoints.whole import WholeCheckpoints
-from lowtide.trainers.evaluation import PaddedPredictions, Predictions
+from lowtide.trainers.evaluation import Predictions, evaluated
 from lowtide.trainers.losses.own_loss import OwnLosses
 from lowtide.trainers.optimizers import OptimizerMaker
-from lowtide.trainers.order import RowOrder, counted, own_rows
+from lowtide.trainers.order import RowOrder, counted
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 from lowtide.trainers.reports.model_card import Card
 from lowtide.trainers.reports.oom_report import explained
@@ -71,6 +69,14 @@ def public_call(doing: str) -> Iterator[None]:
         yield
 
 
+class KeptBeside(Protocol):
+    """What a checkpoint has beside the states of a Trainer; all ranks save and load it."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
 class LowtideTrainer(Trainer):
     """`transformers.Trainer` over ragged batches.
 
@@ -81,6 +87,7 @@ class LowtideTrainer(Trainer):
     model: Any
     optimizer: Any
     kind_of_order: ClassVar[type[RowOrder]] = RowOrder
+    kind_of_batches: ClassVar[type[RowBatches]] = RowBatches
 
     def __init__(
         self,
@@ -96,7 +103,8 @@ class LowtideTrainer(Trainer):
         self.seconds_in_steps = 0.0
         self.tokens_in_steps = 0
         self.args = kwargs["args"]
-        self.order = self.kind_of_order(self)
+        self.order, self.batches = self.kind_of_order(self), self.kind_of_batches(self)
+        self.kept_beside: list[KeptBeside] = []
         self.optimizer_maker = OptimizerMaker(self)
         self.checkpoints, self.resuming, self.stopping = WholeCheckpoints(self), Resuming(self), Stopping(self)
         with engines_hidden(self.args):
@@ -258,22 +266,9 @@ class LowtideTrainer(Trainer):
         super()._run_epoch(**given)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty.
-
-        Rows that fill up the last batch of a pass are left out, and a rank without others has one that stands in: a
-        step is that of one process, which has each row once.
-        """
-        batches, taken, batch = [], 0, None
-        for _, inputs in zip(range(num_batches), epoch_iterator, strict=False):
-            batch = self.drawn(self.as_ragged(inputs), self.order.place[0])
-            self.order.advance()
-            taken += 1
-            if count := own_rows(self.accelerator, batch.rows):
-                batches.append(batch if count == batch.rows else batch.select_rows(range(count)))
-        if batch is None:
-            return [], None
-        step = RaggedBatch.concat(batches) if batches else replace(idle_part(batch, None).batch, stands_in=True)
-        return [None] * (taken - 1) + [step], None
+        """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
+        step, taken = self.batches.of_step(itertools.islice(epoch_iterator, num_batches))
+        return ([] if step is None else [None] * (taken - 1) + [step]), None
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -340,7 +335,11 @@ class LowtideTrainer(Trainer):
             torch.cuda.empty_cache()
         self.seconds_in_steps += time.perf_counter() - start
         self.tokens_in_steps += self._own_tokens(inputs)
+        self.stepped()
         return loss
+
+    def stepped(self) -> None:
+        """What follows the gradients of a step; by default nothing."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As the Trainer's, with its states where they belong; the step knows of it."""
@@ -432,6 +431,10 @@ class LowtideTrainer(Trainer):
             logs.update(self._unlogged_metrics())
             logs.update(cast(Any, self._memory_log.metrics(self.prediction)))
         super().log(logs, start_time)
+        self.logged(logs)
+
+    def logged(self, logs: Mapping[str, Any]) -> None:
+        """What follows a log; by default nothing."""
 
     def _unlogged_metrics(self) -> dict[str, float]:
         """Those of the steps since the last log, of all ranks together; none if there was no step."""
@@ -488,48 +491,9 @@ class LowtideTrainer(Trainer):
         `compute_metrics` gets the log-probs of the targets as `predictions` and the targets as `label_ids`, both
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
-        model = self._evaluation_model()
-        leads = self.runner.models(model).leads
-        totals, rows, sync = Totals(), 0, RankSync("evaluation", remedy=TO_DO["evaluating"])
         wanted = self.compute_metrics is not None or description == "Prediction"
-        kept = PaddedPredictions() if self.own_loss.evaluates(wanted) else self.predictions(wanted, model)
-        for number, inputs in enumerate(dataloader):
-            self.stopping.leave_evaluation()
-            batch = self.drawn(self.as_ragged(inputs), EVALUATION)
-            count = self.own_rows(batch)
-            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
-                self.runner.accompany(batch, model)
-                continue
-            batch = batch if count == batch.rows else batch.select_rows(range(count))
-            sync.micro_batch, sync.part = number, batch
-            local = sync.local(waited_for=self.runner.waited_for)
-            with local, self.phases.during("evaluation"), self.compute_loss_context_manager():
-                if isinstance(kept, PaddedPredictions):
-                    own, seen = kept if wanted and leads else None, totals if leads else Totals()
-                    self.own_loss.evaluate(model, batch, seen, self.runner.evaluation_limits, own)
-                else:
-                    results = self.runner.evaluate(batch, totals, model)
-                    if leads:
-                        kept.take_in(results)
-                rows += batch.rows if leads else 0
-            if not distributed():
-                sync.meet(self.args.device)
-        sync.meet(self.args.device)
-        totals.add(rows=rows)
-        sums = totals.read(self.args.device)
-        metrics: dict[str, Any] = self.metrics_of(sums) | kept.metrics()
-        metrics["loss"] = sums.get("loss", 0.0) + self.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
-        logprobs, targets = cast(Any, kept.gathered())
-        if self.compute_metrics is not None:
-            metrics.update(self.compute_metrics(EvalPrediction(predictions=logprobs, label_ids=targets)))
-        plain: Any = denumpify_detensorize(metrics)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in plain.items()}
-        return EvalLoopOutput(logprobs, targets, metrics, int(sums.get("rows", 0)))
-
-    def own_rows(self, batch: RaggedBatch) -> int:
-        """How many rows of a batch to evaluate on are this rank's own, and do not fill it up."""
-        return own_rows(self.accelerator, batch.rows)
+        with self.batches.evaluating(dataloader):
+            return evaluated(self, self._evaluation_model(), dataloader, wanted=wanted, prefix=metric_key_prefix)
 
     def predictions(self, wanted: bool, model: nn.Module) -> Predictions:
         """What is kept of an evaluation of a model; `wanted` is whether `compute_metrics` gets it."""
@@ -599,6 +563,8 @@ class LowtideTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         theirs = super()._save_optimizer_and_scheduler
         self.checkpoints.save_states(Path(output_dir), lambda: theirs(output_dir))
+        for kept in self.kept_beside:
+            kept.save(Path(output_dir))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.resuming.load_weights(resume_from_checkpoint, model, super()._load_from_checkpoint)
@@ -609,6 +575,9 @@ class LowtideTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         theirs = super()._load_optimizer_and_scheduler
         self.resuming.load_states(checkpoint, lambda: theirs(checkpoint))
+        if checkpoint is not None:
+            for kept in self.kept_beside:
+                kept.load(Path(checkpoint))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self.resuming.loads_random_state:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
-from safetensors.torch import load_file, save_file
-from safetensors.torch import load_model as load_weights
-from safetensors.torch import save_model as save_weights
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -20,14 +15,9 @@ from lowtide.run.edge import edge
 from lowtide.run.engine import computed_in
 from lowtide.step.cut import Part
 from lowtide.trainers.method import MethodTrainer
+from lowtide.trainers.references.kept import KeptReference
 from lowtide.trainers.references.later import LaterReference
 from lowtide.trainers.references.precompute import Precomputed, precompute
-
-logger = logging.getLogger(__name__)
-
-REFERENCE = "reference.safetensors"
-"""The file of a checkpoint for a reference that no model file holds: the policy's adapters as they arrived, or the
-weights of a reference that follows the policy."""
 
 
 class ReferenceTrainer(MethodTrainer):
@@ -36,6 +26,7 @@ class ReferenceTrainer(MethodTrainer):
     def __init__(self, *positional: Any, **named: Any) -> None:
         self._later: LaterReference | None = None
         super().__init__(*positional, **named)
+        self.kept_beside.append(KeptReference(self))
         options: Any = self.args
         if getattr(options, "precompute_ref_log_probs", False):
             with edge("precomputing the reference"):
@@ -77,38 +68,6 @@ class ReferenceTrainer(MethodTrainer):
 
     def report_lines(self) -> list[tuple[str, str]]:
         return [("reference", self.training_run.reference_text)]
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if isinstance(self.reference, ArrivedPolicy):
-            state = self.reference.state()
-            if self.args.should_save:
-                save_file(state, str(Path(output_dir, REFERENCE)))
-        elif cast(Any, self.args).follows and self.args.should_save:
-            save_weights(cast(FrozenModel, self.reference).model, str(Path(output_dir, REFERENCE)))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        follows = cast(Any, self.args).follows
-        if checkpoint is None or not (follows or isinstance(self.reference, ArrivedPolicy)):
-            return
-        saved = Path(checkpoint, REFERENCE)
-        if not saved.exists():
-            if follows:
-                raise ValueError(
-                    f"{checkpoint} has no {REFERENCE}: with sync_ref_model=True the reference has moved since the run "
-                    "began, and where to is not known. Resume from a checkpoint that was saved with "
-                    "sync_ref_model=True and save_only_model=False, or start a new run from this model"
-                )
-            logger.warning(
-                f"{checkpoint} has no {REFERENCE}: it was saved without optimizer states, or by an earlier version, "
-                "which compared with the model without its adapters. The reference is now the policy as it was passed "
-                "to this trainer"
-            )
-        elif isinstance(self.reference, ArrivedPolicy):
-            self.reference.load_state(load_file(saved))
-        else:
-            load_weights(cast(FrozenModel, self.reference).model, saved)
 
 
 class _FollowPolicy(TrainerCallback):

@@ -207,7 +207,7 @@ def test_a_checkpoint_without_it_is_said_to_have_none(tmp_path, caplog, monkeypa
     """As earlier versions wrote them."""
     made = trainer("dpo", tmp_path, model=adapted(), save_strategy="steps", save_steps=2)
     with monkeypatch.context() as earlier:
-        earlier.setattr("lowtide.trainers.reference.save_file", lambda *_: None)
+        earlier.setattr("lowtide.trainers.references.kept.save_file", lambda *_: None)
         made.train()
     again = trainer("dpo", tmp_path / "again", model=adapted())
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))

@@ -7,14 +7,11 @@ them; each micro-batch then learns from its share, `num_iterations` times. A win
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from datasets import Dataset
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
 from lowtide.engine.forward import parted_over
 from lowtide.methods.learning import Learning
@@ -23,23 +20,18 @@ from lowtide.ragged import RaggedBatch
 from lowtide.rollout.conversations import ToolUse
 from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
-from lowtide.rollout.rollout import Rollout
 from lowtide.rollout.turns import Turns
-from lowtide.run.rollouts import Figures, Made, RolloutMaker
+from lowtide.run.rollouts import RolloutMaker
 from lowtide.run.writing import make_generator
-from lowtide.step.metrics import Totals
 from lowtide.trainers.online import padded_masks
+from lowtide.trainers.online.batches import WrittenBatches
 from lowtide.trainers.online.completions_log import CompletionsLog
-from lowtide.trainers.online.entropy import kept_tokens
-from lowtide.trainers.online.order import READ_HERE, PromptOrder, PromptSampler, Windows
+from lowtide.trainers.online.order import READ_HERE, PromptOrder, Windows
 from lowtide.trainers.online.rewards import OF_REWARDS, make_rewards, start_value_head
-from lowtide.trainers.order import own_rows
 from lowtide.trainers.reference import ReferenceTrainer
 
 logger = logging.getLogger(__name__)
 
-ROLLOUT = "rollout_{rank}.safetensors"
-"""The file of a checkpoint for the window that a rank is in the middle of."""
 OF_ROLLOUTS = (*OF_REWARDS, "tools", "rollout_func", "value_model")
 """Arguments of the trainer that are of rollouts alone."""
 
@@ -62,17 +54,15 @@ class OnlineTrainer(ReferenceTrainer):
     """
 
     options: RolloutOptions
-    kind_of_order = PromptOrder
+    kind_of_order, kind_of_batches = PromptOrder, WrittenBatches
+    batches: WrittenBatches
     get_high_entropy_mask = padded_masks.get_high_entropy_mask
     get_off_policy_mask = staticmethod(padded_masks.get_off_policy_mask)
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         padded_masks.check_not_overridden(type(self))
-        self._window: Made | None = None
-        self._evaluating: Totals | None = None
-        self._evaluated: list[Figures] = []
-        self._eval_rows, self._eval_completions = 0, 0
         super().__init__(*positional, **named)
+        self.kept_beside.append(self.batches)
         self.options = cast(RolloutOptions, self.args)
         if self.args.dataloader_num_workers and not hasattr(self.train_dataset, "__len__"):
             logger.warning(f"dataloader_num_workers={self.args.dataloader_num_workers} is set to 0: {READ_HERE}")
@@ -216,80 +206,20 @@ class OnlineTrainer(ReferenceTrainer):
     def kept_columns(self) -> list[str]:
         return ["prompt", "prompt_ids", "image", "images"]
 
+    @property
+    def rows_a_batch(self) -> int:
+        """Rows of a micro-batch on this rank, which automatic batch sizes change."""
+        return self._train_batch_size
+
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """The completions of one optimizer step as one batch; the Trainer's places for the earlier ones stay empty."""
-        args, parts, taken = self.options, [], 0
-        for _, rows in zip(range(num_batches), epoch_iterator, strict=False):
-            within = self.order.place[1] % self.windows.repeats
-            if within == 0 or self._window is None:
-                if within:
-                    logger.warning("the completions of this window were not saved: they are written anew")
-                self._window = self._made(rows, args.num_generations)
-            share, each = within % args.steps_of_generation, self._train_batch_size
-            rollout, count = self._window.rollout, each * args.steps_of_generation
-            window, repeat = self.order.place[1] // self.windows.repeats, within // args.steps_of_generation
-            order = self.learning.order(count, self.args.seed, self.order.place[0], window, repeat)
-            chosen = order[share * each : (share + 1) * each]
-            parts.append(self.learning.batch(rollout, chosen, sharing=self._sharing))
-            self.order.advance()
-            taken += 1
-        if not parts:
-            return [], None
-        batch = RaggedBatch.concat(parts).to(self.args.device)
-        return [None] * (taken - 1) + [kept_tokens(self.runner, batch, self.args)], None
-
-    @property
-    def _sharing(self) -> bool:
-        return getattr(self.training_run.own_collator, "sharing", True)
-
-    def _made(self, rows: Sequence[Mapping[str, Any]], group: int) -> Made:
-        """Completions of rows, written by the policy as it is, and logged."""
-        first = self.args.data_rank * len(rows)
-        if self._evaluating is None:
-            place = (0, self.order.place[0], self.order.place[1] // self.windows.repeats, first)
-        else:
-            place = (1, self.state.global_step, self._eval_rows + first)
-        made = self.maker.make(
-            rows,
-            place,
-            group=group,
-            version=self.state.global_step,
-            state=self.state,
-        )
-        self._log(made)
-        self.completions_log.take_in(made, self.rewards.names)
-        return made
-
-    def _log(self, made: Made) -> None:
-        """Metrics of a rollout: one in training, where each counts alike; in evaluation those of all completions, at
-        its end, so that they do not depend on how many are written at a time."""
-        assert made.figures is not None
-        if self._evaluating is not None:
-            left = self._eval_completions - self._eval_rows
-            figures = made.figures if left <= 0 else made.figures.first(left)
-            self._evaluated.append(figures)
-            for name, value in made.metrics.items():
-                self._evaluating.add_mean(name, value * len(figures.lengths), len(figures.lengths))
-            return
-        for name, value in (made.metrics | self._metrics_of(made.figures)).items():
-            if value == value:  # a function that applied to nothing has no mean
-                self.runner.totals.add_mean(name, value, 1)
-
-    def _metrics_of(self, figures: Figures) -> dict[str, float]:
-        return figures.metrics(self.rewards.names, self.rewards.weights)
-
-    def training_step(self, model: nn.Module, inputs: RaggedBatch | None, num_items_in_batch: Any = None) -> Tensor:
-        loss = super().training_step(model, inputs, num_items_in_batch)
+    def stepped(self) -> None:
         control = getattr(self.inner_objective, "running", None)
-        if inputs is not None and control is not None:
+        if control is not None:
             control.follow(self.args)
             self.runner.totals.add_mean("entropy_coef", control.coefficient, 1)
-        return loss
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        super().log(logs, start_time)
+    def logged(self, logs: Mapping[str, Any]) -> None:
         if self.options.log_completions and {"loss", "eval_loss", "train_runtime"} & logs.keys():
             self.completions_log.write(self.state.global_step)
 
@@ -312,61 +242,12 @@ class OnlineTrainer(ReferenceTrainer):
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As the others', on completions that are written for it."""
-        self._evaluating, self._eval_rows, self._evaluated = Totals(), 0, []
-        rows = args[0] if args else kwargs["dataloader"]
-        self._eval_completions = _completions_of(rows)
-        self.maker.evaluates = True
-        try:
-            return super().evaluation_loop(*args, **kwargs)
-        finally:
-            self._evaluating, self.maker.evaluates = None, False
-
     def as_ragged(self, inputs: Any) -> RaggedBatch:
         """Of rows to evaluate on: their completions, written and rewarded."""
         if isinstance(inputs, RaggedBatch) or not isinstance(inputs, list):
             return super().as_ragged(inputs)
-        made = self._made(inputs, self.options.generations_eval)
-        self._eval_rows += len(inputs) * self.args.data_ranks
-        rows = range(len(made.rollout) // self.learning.completions)
-        batch = self.learning.batch(made.rollout, rows, sharing=self._sharing).to(self.args.device)
-        return kept_tokens(self.runner, batch, self.args)
-
-    def own_rows(self, batch: RaggedBatch) -> int:
-        each = self.learning.completions
-        return own_rows(self.accelerator, batch.rows * each) // each
+        return self.batches.written(inputs)
 
     def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:
-        metrics = super().metrics_of(sums)
-        if self._evaluating is not None:
-            metrics |= super().metrics_of(self._evaluating.read(self.args.device))
-            found = self._metrics_of(Figures.concat(self._evaluated)) if self._evaluated else {}
-            metrics |= {name: value for name, value in found.items() if value == value}
-        return metrics
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """As the Trainer's, with the window that a rank is in the middle of."""
-        super()._save_rng_state(output_dir)
-        if self._window is not None and self.order.place[1] % self.windows.repeats:
-            path = Path(output_dir, ROLLOUT.format(rank=self.args.process_index))
-            self._window.rollout.save(path, place=list(self.order.place))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As the others', with the window, which the first batch needs before random states are put back."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        path = None if checkpoint is None else Path(checkpoint, ROLLOUT.format(rank=self.args.process_index))
-        if path is not None and path.exists():
-            rollout, _ = Rollout.load(path, self.training_run.reader)
-            self._window = Made(rollout)
-
-
-def _completions_of(loader: DataLoader) -> int:
-    """Completions that an evaluation has, without those that fill up its last batch; 0 of a stream, where that is not
-    known before."""
-    sampler: Any = getattr(loader, "batch_sampler", None)
-    while sampler is not None and not isinstance(sampler, PromptSampler):
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-    return 0 if sampler is None else len(sampler)
+        metrics, written = super().metrics_of(sums), self.batches.metrics_of_evaluation()
+        return metrics if written is None else metrics | super().metrics_of(written[0]) | written[1]

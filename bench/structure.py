@@ -4,6 +4,7 @@
 
 Prints, for each folder of a package, how many files it has and how long they are; then what is limited:
 
+- files of a folder, in `bench/` and `tests/` too: at most 18;
 - accesses to private names of other modules or libraries, outside of `compat/`: none. Counted are attributes
   (`other._name`, but not of `self` and its kin), imports of private names and modules, and private names as strings
   of `getattr`, `setattr` and `hasattr`. `bench/` is counted as well;
@@ -21,12 +22,13 @@ import argparse
 import ast
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_FILES = 18
 MOST_LINES = 60
 MOST_PARAMETERS = 8
 COMPAT = "compat"
@@ -80,6 +82,12 @@ def folder_sizes(modules: Iterable[Module]) -> dict[str, tuple[int, float]]:
         if module.lines:
             lines[folder].append(module.lines)
     return {folder: (len(each), statistics.median(each)) for folder, each in sorted(lines.items())}
+
+
+def full_folders(root: Path) -> list[str]:
+    """The folders that have too many files, empty ones counted, a line each."""
+    files = Counter(path.parent for path in root.rglob("*.py"))
+    return [f"{folder}: {count} files" for folder, count in sorted(files.items()) if count > MOST_FILES]
 
 
 # -- private names ------------------------------------------------------------------------------------------------
@@ -219,14 +227,16 @@ def _size_of(node: Function, parent: ast.AST) -> tuple[int, int, bool]:
 # -- the report ---------------------------------------------------------------------------------------------------
 
 
-def report(package: Path, *others: Path) -> tuple[str, list[str]]:
+def report(package: Path, *others: Path, tests: Path | None = None) -> tuple[str, list[str]]:
     """The figures of a package as text, and what breaks a limit, a line each.
 
     Args:
         package: its folder.
-        others: folders of which private accesses alone are looked at.
+        others: folders of which private accesses and numbers of files alone are looked at.
+        tests: a folder of which numbers of files alone are.
     """
     modules = read_package(package)
+    full = [line for folder in (package, *others, tests) if folder for line in full_folders(folder)]
     private = [
         line for folder in (package, *others) for each in read_package(folder) for line in private_accesses(each)
     ]
@@ -241,13 +251,14 @@ def report(package: Path, *others: Path) -> tuple[str, list[str]]:
     lines = ["folder: files, median lines"]
     lines += [f"  {folder}: {files}, {median:.0f}" for folder, (files, median) in folder_sizes(modules).items()]
     lines += [
+        f"folders of more than {MOST_FILES} files: {len(full)} (at most 0)",
         f"private accesses across modules: {len(private)} (at most 0)",
         f"circles: {len(rings)} (at most 0)",
         f"longest function: {max((size.lines for size in sizes), default=0)} lines (at most {MOST_LINES})",
         f"longest signature: {max((size.parameters for size in sizes if size.limited), default=0)} parameters "
         f"(at most {MOST_PARAMETERS})",
     ]
-    return "\n".join(lines), [*private, *(f"circle: {' <-> '.join(ring)}" for ring in rings), *long, *wide]
+    return "\n".join(lines), [*full, *private, *(f"circle: {' <-> '.join(ring)}" for ring in rings), *long, *wide]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -256,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
         "package", nargs="?", type=Path, help="the folder of a package (default: src/lowtide, and bench)"
     )
     package = parser.parse_args(argv).package
-    text, broken = report(package) if package else report(ROOT / "src" / "lowtide", ROOT / "bench")
+    text, broken = report(package) if package else report(ROOT / "src" / "lowtide", ROOT / "bench", tests=ROOT / "tests")
     print(text)
     for line in broken:
         print(line.replace(f"{ROOT}/", ""))

@@ -518,9 +518,12 @@ class _Arrangement:
     ) -> None:
         self.batch, self.groups, self.stands_for, self.device = batch, groups, stands_for, device
         self.order = [number for kept in groups for number in kept]
-        self.old = [batch.segments[number] for number in self.order]
         self.segments = [_renumbered(batch.segments, kept, stands_for) for kept in groups]
         self.new = [part for own in self.segments for part in own]
+        self.starts, stops, self.prefixes, _, first, last = np.array([part[:6] for part in batch.segments]).T
+        self.counts = (last - first)[self.order]
+        self.tokens = _places(self.starts[self.order], (stops - self.starts)[self.order])
+        self.scores = _places(first[self.order], self.counts)
 
     def batches(self) -> list[RaggedBatch]:
         batch, groups = self.batch, self.groups
@@ -544,12 +547,11 @@ class _Arrangement:
         return [RaggedBatch(*column) for column in columns]
 
     def of_tokens(self, values: Tensor) -> Sequence[Tensor]:
-        parts = values.split([part.length for part in self.batch.segments], -1)
-        laid = torch.cat([parts[number] for number in self.order], -1)
+        laid = values.index_select(-1, sent(self.tokens, values.device))
         return sent(laid, self.device).split([own[-1].stop for own in self.segments], -1)
 
     def of_scores(self, values: Tensor) -> Sequence[Tensor]:
-        return self._by_scores(self._scores(values))
+        return self._by_scores(values.index_select(0, sent(self.scores, values.device)))
 
     def of_segments(self, values: Sequence[int]) -> Sequence[Tensor]:
         return sent(torch.tensor(values), self.device).split([*map(len, self.groups)])
@@ -573,36 +575,35 @@ class _Arrangement:
 
     def score_segment(self) -> Sequence[Tensor]:
         numbers = [number for own in self.segments for number in range(len(own))]
-        return self._by_scores(self._repeated(numbers))
+        return self._by_scores(torch.from_numpy(np.repeat(numbers, self.counts)))
 
     def score_index(self) -> Sequence[Tensor]:
         """A score moves with its segment; the first of a segment may be read in its prefix, and moves with that."""
-        found, here = self._scores(self.batch.score_index), self.batch.score_index.device
-        moved = {n: new.start - old.start for n, new, old in zip(self.order, self.new, self.old, strict=True)}
+        before, here = self.batch.score_index, self.batch.score_index.device
+        laid = before.index_select(0, sent(self.scores, here))
+        moved = np.zeros_like(self.starts)
+        moved[self.order] = [part.start for part in self.new] - self.starts[self.order]
         for left_out, kept in self.stands_for.items():
-            between = self.batch.segments[kept].start - self.batch.segments[left_out].start
-            moved[left_out] = moved[kept] + between
-        firsts, place = [], 0
-        for number, part in zip(self.order, self.old, strict=True):
-            if part.prefix >= 0 and part.score_stop > part.score_start:
-                firsts.append((place, part.start, moved[part.prefix] - moved[number]))
-            place += part.score_stop - part.score_start
-        laid = found + sent(self._repeated([moved[number] for number in self.order]), here)
-        if firsts:
-            places, starts, more = (sent(torch.tensor(each), here) for each in zip(*firsts, strict=True))
-            laid.index_add_(0, places, torch.where(found.index_select(0, places) < starts, more, 0))
-        return self._by_scores(laid)
-
-    def _scores(self, values: Tensor) -> Tensor:
-        parts = values.split([part.score_stop - part.score_start for part in self.batch.segments])
-        return torch.cat([parts[number] for number in self.order])
+            moved[left_out] = moved[kept] + self.starts[kept] - self.starts[left_out]
+        own = moved[self.order]
+        found = laid + sent(torch.from_numpy(np.repeat(own, self.counts)), here)
+        prefixes = self.prefixes[self.order]
+        have = np.flatnonzero((prefixes >= 0) & (self.counts > 0))
+        if len(have):
+            places, starts = self.counts.cumsum() - self.counts, self.starts[self.order]
+            numbers = np.stack([places, starts, moved[prefixes] - own])[:, have]
+            firsts, starts, further = sent(torch.from_numpy(numbers), here).unbind()
+            found.index_add_(0, firsts, torch.where(laid.index_select(0, firsts) < starts, further, 0))
+        return self._by_scores(found)
 
     def _by_scores(self, laid: Tensor) -> Sequence[Tensor]:
         return sent(laid, self.device).split([own[-1].score_stop for own in self.segments])
 
-    def _repeated(self, values: Sequence[int]) -> Tensor:
-        """[scores] in host memory: what is said of each segment."""
-        return torch.from_numpy(np.repeat(values, [part.score_stop - part.score_start for part in self.new]))
+
+def _places(starts: np.ndarray, lengths: np.ndarray) -> Int[Tensor, " places"]:
+    """All places of some spans, one span after the other."""
+    ends = lengths.cumsum()
+    return torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - ends + lengths, lengths))
 
 
 def _renumbered(segments: Sequence[Segment], kept: Sequence[int], stands_for: Mapping[int, int]) -> tuple[Segment, ...]:

@@ -69,6 +69,15 @@ def test_circles_are_counted_however_they_are_imported(back, package, capsys):
     assert "circle: small.one <-> small.two" in capsys.readouterr().out
 
 
+def test_folders_of_too_many_files_are_listed(package, capsys):
+    inner = {f"inner__in__m{number}": "" for number in range(18)}
+    assert main([package(**inner)]) == 0
+    assert main([package(**inner, inner__in____init__="")]) == 1
+    printed = capsys.readouterr().out
+    assert "folders of more than 18 files: 1" in printed
+    assert printed.splitlines()[-1].endswith("small/inner: 19 files")
+
+
 def test_long_functions_and_signatures_are_listed(package, capsys):
     names = ", ".join(f"a{number}" for number in range(9))
     own = f"class OwnTrainer:\n    def __init__(self, {names}): ...\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import datasets
 import jaxtyping
 import numpy as np
 import pytest
@@ -42,6 +43,14 @@ def pytest_runtest_setup() -> None:
 def _young_heap() -> Iterator[None]:
     with young_heap():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Rows that an earlier run prepared would hide that the code which prepares them has changed."""
+    folder = tmp_path_factory.mktemp("datasets")
+    os.environ["HF_DATASETS_CACHE"] = str(folder)
+    datasets.config.HF_DATASETS_CACHE = folder
 
 
 @pytest.fixture(autouse=True)

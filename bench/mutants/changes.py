@@ -199,7 +199,9 @@ class _Finder(ast.NodeVisitor):
             case ast.Constant(value=bool()):
                 self._note("a constant", node, str(not node.value))
             case ast.Constant(value=int() | float()):
-                self._note("a constant", node, repr(node.value + 1 if isinstance(node.value, int) else node.value * 2))
+                self._note(
+                    "a constant", node, repr(node.value + 1 if isinstance(node.value, int) else node.value * 2 or 1.0)
+                )
             case ast.Call():
                 self._of_call(node)
             case ast.Name(id=name) if name in OTHER_NAMES and isinstance(node.ctx, ast.Load):

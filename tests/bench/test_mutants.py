@@ -53,8 +53,9 @@ def test_what_changes_no_number_is_left_alone():
     assert not any("Tensor, 3" in each.after for each in changes_of("a.py", SOURCE))
 
 
-def test_tests_of_a_line_come_first_where_they_run_little_else():
+def test_the_tests_of_a_line_are_those_that_run_it_the_quickest_first():
     change = next(each for each in changes_of("a.py", SOURCE) if each.kind == "swapped arguments")
-    lines = {("a.py", change.first): {"broad.py::one", "own.py::one", "own.py::two"}, ("a.py", 6): {"other.py::one"}}
-    lines |= {("b.py", line): {"broad.py::one"} for line in range(9)}
-    assert Covered(lines, {}).of(change) == [["own.py::one", "own.py::two"], ["broad.py::one"]]
+    lines = {("a.py", change.first): {"slower::one", "quick::one", "quick::two"}, ("a.py", 6): {"other::one"}}
+    lines |= {("b.py", change.first): {"another::one"}}
+    seconds = {"slower::one": 2.0, "quick::one": 0.1, "quick::two": 0.3}
+    assert Covered(lines, seconds).of(change) == ["quick::one", "quick::two", "slower::one"]

@@ -16,6 +16,7 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 
 import lowtide
+from bench.docs.step_picture import PICTURE, RANKS, picture, segments_of
 from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
@@ -44,7 +45,7 @@ TRAINERS = (
 RUN = (
     *(f"{method}.md" for method in TRAINERS),
     *MEMORY,
-    *("chains.md", "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md"),
+    *("chains.md", "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md", "a-step.md"),
 )
 """Pages whose Python tests below run."""
 ALONE = ("after-training.md",)
@@ -172,6 +173,17 @@ def test_the_command_lines_of_answers(page):
 def test_the_examples_of_writing_and_rewarding(page):
     trainer = run(page)["trainer"]
     assert trainer.state.global_step == trainer.args.max_steps
+
+
+def test_what_the_example_of_a_step_prints_is_on_its_page(capsys):
+    names = run("a-step.md")
+    assert capsys.readouterr().out == "".join(fenced("a-step.md", "text"))
+    rows = [part.length for part in names["batch"].segments]
+    assert rows == [each.length for each in segments_of(RANKS[0])], "the picture is of another example"
+
+
+def test_the_picture_of_a_step_is_that_of_its_plan():
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "make docs draws it anew"
 
 
 def test_the_plan_of_its_page():

@@ -17,6 +17,7 @@ from bench.docs.chart_docs import write_charts
 from bench.docs.matrix_charts import write_matrix_charts
 from bench.docs.memory_docs import costs_table, longest_section, memory_section, techniques_table, write_measured
 from bench.docs.peer_docs import sharded_section, tasks_section
+from bench.docs.step_picture import write_step_picture
 from bench.docs.writing import write_between
 from bench.estimate.comparison import cells as estimate_cells
 from bench.estimate.comparison import summary as estimate_summary
@@ -114,6 +115,7 @@ def main() -> int:
     write_between(MEMORY_PAGE, COSTS_MARK, costs_table(memory), COSTS_END)
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
     write_matrix_charts()
+    write_step_picture()
     for result in results:
         if result.get("kind") == RECIPES:
             write_between(recipes.PAGE, recipes.MARK, recipes.lines(result), recipes.END)

@@ -31,8 +31,12 @@ LIMITS = Limits(tokens=32)
 NEEDS = Needs(loss_over="row", meet="each forward")
 FILLS = ("#9ecae1", "#fdbe85", "#a1d99b")
 """Of micro-batches, in the order of the plan."""
-SCALE, LANE, SLOT, JOIN, TOP = 6.2, 62, 104, 54, 42
+SCALE, LANE, SLOT, JOIN, TOP = 5.4, 74, 68, 48, 42
 """Pixels: of a token, of the height of a rank's acts, of the width of an act and of a `Join`, of what is above rows."""
+NOTES = (
+    "Score: forward without gradients    Join: the loss, and its slope at each score",
+    "Train: forward and backward    dashed: an empty micro-batch",
+)
 STYLE = (
     "text{font-family:sans-serif;font-size:12px;fill:#222}.s{font-size:11px}.h{font-size:14px;font-weight:bold}"
     ".q{fill:#555}rect{stroke:#444;stroke-width:1}.idle{fill:#fff;stroke-dasharray:4 3}.train{stroke-width:2.5}"
@@ -69,7 +73,7 @@ def picture() -> str:
     top = TOP + len(ranks) * 62 + 46
     columns = _columns([acts for _, acts in ranks])
     x = 70
-    drawn.append(_text(10, top - 22, "The acts, from left to right: no rank begins a pass before the others", "h"))
+    drawn.append(_text(10, top - 22, "The acts, from left to right; ranks run their passes side by side", "h"))
     for number in range(len(ranks)):
         drawn.append(_text(10, top + number * (LANE + 12) + 36, f"rank {number}"))
     for column in columns:
@@ -79,10 +83,9 @@ def picture() -> str:
                 drawn += _act(act, ranks[number][0], x, top + number * (LANE + 12))
         x += (JOIN if join else SLOT) + 8
     bottom = top + len(ranks) * (LANE + 12) + 16
-    note = (
-        "Score: forward without gradients    Join: the loss, and its slope at each score    Train: forward and backward"
-    )
-    drawn.append(_text(70, bottom, f"{note}    dashed: an empty micro-batch", "s q"))
+    for number, note in enumerate(NOTES):
+        drawn.append(_text(70, bottom + 17 * number, note, "s q"))
+    bottom += 17 * (len(NOTES) - 1)
     drawn.insert(0, _text(10, 24, f"The rows, cut to {LIMITS.tokens} tokens a micro-batch", "h"))
     size = f'width="{x + 10}" height="{bottom + 16}" viewBox="0 0 {x + 10} {bottom + 16}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
@@ -133,12 +136,13 @@ def _act(act: Act, parts: Sequence[MicroBatch], x: float, y: float) -> list[str]
         return [_box(x, y, SLOT, LANE, "", "idle"), _text(x + 8, y + 20, kind), _text(x + 8, y + 38, "nothing", "s q")]
     part = parts[act.part]
     tokens = part.pieces[act.piece].tokens if part.pieces else part.tokens
-    what = f"part {act.part}" + (f", piece {act.piece}" if part.pieces else "")
+    piece = [_text(x + 7, y + 50, f"piece {act.piece}", "s")] if part.pieces else []
     return [
         _box(x, y, SLOT, LANE, FILLS[act.part], kind.lower()),
-        _text(x + 8, y + 20, kind),
-        _text(x + 8, y + 38, what, "s"),
-        _text(x + 8, y + 53, f"{tokens} tokens", "s q"),
+        _text(x + 7, y + 19, kind),
+        _text(x + 7, y + 35, f"part {act.part}", "s"),
+        *piece,
+        _text(x + 7, y + 66, f"{tokens} tokens", "s q"),
     ]
 
 

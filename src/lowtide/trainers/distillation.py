@@ -117,7 +117,7 @@ class DistillationTrainer(ReferenceTrainer):
         """What is written where nothing else is."""
         return cast(Any, self.tokenizer).eos_token_id or 0
 
-    def _batch_of(self, rows: Any) -> RaggedBatch:
+    def rehearsed_batch(self, rows: Any) -> RaggedBatch:
         """What a step is rehearsed on: completions as long as they get."""
         dataset: Any = self.train_dataset
         batch = self.as_ragged(self.data_collator([dataset[row] for row in rows]))

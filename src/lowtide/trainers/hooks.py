@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
@@ -37,12 +35,9 @@ from lowtide.run.options.sharding import engines_hidden
 from lowtide.run.options.training import TrainingConfig
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.step.heaviest import row_lengths
-from lowtide.step.metrics import Totals
-from lowtide.step.phases import HighWater, Phases
+from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.step.rehearsal import rehearse
 from lowtide.step.runner import StepRunner
-from lowtide.step.updater import NotFiniteStep
 from lowtide.step_plan import Limits
 from lowtide.trainers.batches import RowBatches
 from lowtide.trainers.checkpoints.resuming import Resuming, Resumption
@@ -53,13 +48,11 @@ from lowtide.trainers.evaluation import Predictions, evaluated
 from lowtide.trainers.losses.own_loss import OwnLosses
 from lowtide.trainers.optimizers import OptimizerMaker
 from lowtide.trainers.order import RowOrder, counted
-from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 from lowtide.trainers.reports.model_card import Card
 from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.progress import RichProgress
-
-logger = logging.getLogger(__name__)
-REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
+from lowtide.trainers.reports.run_log import RunLog
+from lowtide.trainers.steps import Steps
 
 
 @contextlib.contextmanager
@@ -96,25 +89,20 @@ class LowtideTrainer(Trainer):
         callbacks: list | None = None,
         **kwargs: Any,
     ):
-        self._tokens_seen = 0.0
         self.runner = runner
         runner.objective = self.own_loss.in_place_of(cast(Any, runner.objective))
         self.predicted_bytes: int | None = None
-        self.seconds_in_steps = 0.0
-        self.tokens_in_steps = 0
         self.args = kwargs["args"]
         self.order, self.batches = self.kind_of_order(self), self.kind_of_batches(self)
         self.kept_beside: list[KeptBeside] = []
-        self.optimizer_maker = OptimizerMaker(self)
+        self.optimizer_maker, self.steps = OptimizerMaker(self), Steps(self)
         self.checkpoints, self.resuming, self.stopping = WholeCheckpoints(self), Resuming(self), Stopping(self)
         with engines_hidden(self.args):
             super().__init__(callbacks=callbacks, **kwargs)
         self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
         self.optimizer_maker.check(super().create_optimizer)
         runner.updater.accelerator, runner.optimizer_name = self.accelerator, self.optimizer_maker.name
-        self._mark = HighWater(self.args.device)
-        self._memory_log = MemoryLog(self._mark)
-        runner.phases.listeners.append(self._mark)
+        self.run_log = RunLog(self)
         if not self.args.disable_tqdm:
             RichProgress.replace_in(self)
 
@@ -325,16 +313,7 @@ class LowtideTrainer(Trainer):
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
         if inputs is None:
             return torch.zeros((), device=self.args.device)
-        start = time.perf_counter()
-        if not self.runner.begun:
-            self._begin_steps(model)
-        with self._named_step(), self.compute_loss_context_manager():
-            loss = self.runner.gradients(inputs)
-        every = self.args.torch_empty_cache_steps
-        if every and self.state.global_step % every == 0 and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        self.seconds_in_steps += time.perf_counter() - start
-        self.tokens_in_steps += self._own_tokens(inputs)
+        loss = self.steps.gradients(model, inputs)
         self.stepped()
         return loss
 
@@ -373,87 +352,45 @@ class LowtideTrainer(Trainer):
         """As the Trainer's, which does not know of ranks that hold the same rows."""
         return super().get_total_train_batch_size(args) // args.sharding.same_rows
 
-    def _begin_steps(self, model: nn.Module) -> None:
-        """What precedes the first step, and a rehearsal of the heaviest micro-batch."""
-        self._mark.note("loading")
-        if cost := self.own_loss.cost():
-            logger.warning(f"{cost}; a loss of log-probs, from `make_objective`, needs none of them")
-        self.runner.model, self.runner.updater.optimizer = model, self.optimizer
-        self.runner.begin()
-        if self.args.rehearsal:
-            with self.compute_loss_context_manager():
-                rehearse(self.runner, self.row_lengths(trained=True), self._batch_of, self.rows_together)
-
-    def _batch_of(self, rows: Sequence[int]) -> RaggedBatch:
+    def rehearsed_batch(self, rows: Sequence[int]) -> RaggedBatch:
+        """What a step is rehearsed on, of some rows of the training set."""
         dataset: Any = self.train_dataset
         return self.drawn(self.as_ragged(self.data_collator([dataset[row] for row in rows])), self.order.place[0])
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        with self._named_step():
+        with self.steps.named():
             return self.runner.clip()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Unknown where gradients are gone before they were all there."""
-        with self._named_step():
+        with self.steps.named():
             return self.runner.gradient_norm() if grad_norm is None else grad_norm
-
-    @contextlib.contextmanager
-    def _named_step(self) -> Iterator[None]:
-        """An error about values that are no numbers says at which step they came up."""
-        try:
-            yield
-        except NotFiniteStep as error:
-            raise ValueError(f"step {self.state.global_step + 1}: {error}") from None
 
     def floating_point_ops(self, inputs: RaggedBatch | None) -> int:
         """6 FLOPs a parameter a real token that this rank computes."""
         if inputs is None:
             return 0
-        return 6 * self._own_tokens(inputs) * self.model.num_parameters(exclude_embeddings=True)
-
-    def _own_tokens(self, inputs: RaggedBatch) -> int:
-        """Of a step, those that this rank computes alone."""
-        return 0 if inputs.stands_in else inputs.tokens // self.args.sharding.same_rows
+        return 6 * self.steps.own_tokens(inputs) * self.model.num_parameters(exclude_embeddings=True)
 
     def _track_num_input_tokens(self, inputs: RaggedBatch | None) -> None:
         if inputs is not None and self.args.include_num_input_tokens_seen != "no":
-            tokens = torch.tensor(0 if inputs.stands_in else inputs.tokens, device=self.args.device)
-            seen = int(cast(Tensor, self.accelerator.reduce(tokens, "sum")).item())
-            self.state.num_input_tokens_seen += seen // self.args.sharding.same_rows
+            self.state.num_input_tokens_seen += self.steps.tokens_of_all(inputs)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the metrics since the last log, under TRL's names; a run's summary has those of steps not logged yet."""
-        if "train_runtime" in logs:
-            logs = {**logs, **self._unlogged_metrics()}  # what `train` returns stays as it is
-        elif "loss" in logs:
-            logs.update(self._unlogged_metrics())
-            logs.update(cast(Any, self._memory_log.metrics(self.prediction)))
+        logs = self.run_log.completed(logs)
         super().log(logs, start_time)
         self.logged(logs)
 
     def logged(self, logs: Mapping[str, Any]) -> None:
         """What follows a log; by default nothing."""
 
-    def _unlogged_metrics(self) -> dict[str, float]:
-        """Those of the steps since the last log, of all ranks together; none if there was no step."""
-        sums = self.runner.totals.read(self.args.device)
-        self.runner.totals = Totals()
-        self._tokens_seen += sums.get("tokens", 0)
-        return {**self.metrics_of(sums), "num_tokens": self._tokens_seen} if sums else {}
-
     @property
     def peak_phase(self) -> str:
         """The phase in which the peak so far fell."""
-        return self._mark.phase
-
-    @property
-    def prediction(self) -> Prediction | None:
-        """Of the peak: the estimate where one was made, else what was rehearsed."""
-        if self.predicted_bytes is not None:
-            return Prediction.estimated(self.predicted_bytes, self.args.device.type)
-        return None if self.rehearsed_bytes is None else Prediction.rehearsed(self.rehearsed_bytes)
+        return self.run_log.mark.phase
 
     def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:
         """The metrics, under TRL's names, of what was added up."""
@@ -585,12 +522,11 @@ class LowtideTrainer(Trainer):
 
     def run_state(self) -> dict[str, Any]:
         """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""
-        unlogged = self.runner.totals.read(self.args.device).get("tokens", 0)
-        return {"num_tokens": self._tokens_seen + unlogged, **self.runner.state_dict(), "place": self.order.place}
+        return {"num_tokens": self.run_log.tokens, **self.runner.state_dict(), "place": self.order.place}
 
     def set_run_state(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
-        self.runner.totals, self._tokens_seen = Totals(), state["num_tokens"]
+        self.run_log.go_on(state["num_tokens"])
         self.runner.load_state_dict(state)
 
     # -- the hub ---------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def test_no_tensors_of_a_step_take_more_than_the_rehearsed_ones(kind, name, monk
         ends.append(len(recorder.recording.change))
         return found
 
-    monkeypatch.setattr("lowtide.trainers.hooks.rehearse", rehearsed)
+    monkeypatch.setattr("lowtide.trainers.steps.rehearse", rehearsed)
     with LiveStorages() as recorder:
         run.train()
     held = np.cumsum(recorder.finished().change)

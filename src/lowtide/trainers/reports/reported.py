@@ -21,8 +21,7 @@ class Reported(Protocol):
     predicted_bytes: int | None
     optimizer_maker: Any
     resumption: Any
-    seconds_in_steps: float
-    tokens_in_steps: int
+    steps: Any
 
     @property
     def method(self) -> Method: ...

@@ -1,0 +1,76 @@
+"""The optimizer steps of a trainer, as its runner takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.ragged import RaggedBatch
+from lowtide.step.rehearsal import rehearse
+from lowtide.step.updater import NotFiniteStep
+
+logger = logging.getLogger(__name__)
+
+
+class Steps:
+    """Takes the steps of a trainer, and counts what they took.
+
+    Attributes:
+        seconds: in steps so far.
+        tokens: that this rank computed alone.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.args = trainer, trainer.args
+        self.seconds, self.tokens = 0.0, 0
+
+    def gradients(self, model: nn.Module, inputs: RaggedBatch) -> Tensor:
+        """Forms the gradients of one optimizer step, and returns its loss."""
+        trainer, start = self.trainer, time.perf_counter()
+        if not trainer.runner.begun:
+            self._begin(model)
+        with self.named(), trainer.compute_loss_context_manager():
+            loss = trainer.runner.gradients(inputs)
+        every = self.args.torch_empty_cache_steps
+        if every and trainer.state.global_step % every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.seconds += time.perf_counter() - start
+        self.tokens += self.own_tokens(inputs)
+        return loss
+
+    def _begin(self, model: nn.Module) -> None:
+        """What precedes the first step, and a rehearsal of the heaviest micro-batch."""
+        trainer = self.trainer
+        trainer.run_log.mark.note("loading")
+        if cost := trainer.own_loss.cost():
+            logger.warning(f"{cost}; a loss of log-probs, from `make_objective`, needs none of them")
+        trainer.runner.model, trainer.runner.updater.optimizer = model, trainer.optimizer
+        trainer.runner.begin()
+        if self.args.rehearsal:
+            lengths = trainer.row_lengths(trained=True)
+            with trainer.compute_loss_context_manager():
+                rehearse(trainer.runner, lengths, trainer.rehearsed_batch, trainer.rows_together)
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """An error about values that are no numbers says at which step they came up."""
+        try:
+            yield
+        except NotFiniteStep as error:
+            raise ValueError(f"step {self.trainer.state.global_step + 1}: {error}") from None
+
+    def own_tokens(self, inputs: RaggedBatch) -> int:
+        """Of a step, those that this rank computes alone."""
+        return 0 if inputs.stands_in else inputs.tokens // self.args.sharding.same_rows
+
+    def tokens_of_all(self, inputs: RaggedBatch) -> int:
+        """Of a step, those of all ranks; these ask for it together."""
+        tokens = torch.tensor(0 if inputs.stands_in else inputs.tokens, device=self.args.device)
+        seen = int(cast(Tensor, self.trainer.accelerator.reduce(tokens, "sum")).item())
+        return seen // self.args.sharding.same_rows

@@ -3,6 +3,9 @@
 From the Trainer come callbacks, logging, schedulers, checkpoints and the hub. Replaced are the step (the whole batch
 of an optimizer step at once, accumulation folded in), evaluation (no logits, flat memory), and saving (a checkpoint
 appears whole or not at all).
+
+All that is overridden of the Trainer is here. A method of this class hands what the Trainer does, as a function, to a
+part that it holds. Methods of other names are what trainers of methods override.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.heap import young_heap
+from tests.support.heap import leave_out
 from tests.support.shapes import modules_with_shapes
 from tests.support.signals import in_the_foreground
 
@@ -40,9 +40,9 @@ def pytest_runtest_setup() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _young_heap() -> Iterator[None]:
-    with young_heap():
-        yield
+def _young_heap() -> None:
+    """What modules before have left stays left out: to look at all of it again takes a second a module."""
+    leave_out()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -121,6 +121,10 @@ CASES = [
     ("adapters, checkpointed", "scored at the end"),
     ("mixtral", "few"),
 ]
+FAST = [
+    *(("llama", "separate"), ("three heads", "prefixes"), ("gpt_oss", "prefixes")),
+    *(("adapters, checkpointed", "scored at the end"), ("mixtral", "few")),
+]
 
 
 def found_in(model, batch: RaggedBatch, *, in_forward: bool, mixture: bool) -> dict[str, torch.Tensor]:
@@ -195,9 +199,15 @@ def assert_same_on(ranks: int, cases: list, tmp_path) -> None:
 
 
 def test_two_ranks_have_the_numbers_and_gradients_of_one(tmp_path):
-    assert_same_on(2, CASES, tmp_path)
+    assert_same_on(2, FAST, tmp_path)
 
 
+@pytest.mark.slow
+def test_two_ranks_have_the_numbers_and_gradients_of_one_in_each_model(tmp_path):
+    assert_same_on(2, [case for case in CASES if case not in FAST], tmp_path)
+
+
+@pytest.mark.slow
 def test_four_ranks_repeat_key_heads_and_may_have_no_tokens(tmp_path):
     cases = [("llama", "prefixes"), ("llama", "few"), ("gpt_oss", "prefixes"), ("mixtral", "few")]
     cases += [

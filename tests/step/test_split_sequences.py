@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
@@ -68,6 +69,7 @@ CASES = {
     ),
 }
 CASES["own"] = (OwnLoss(CASES["sft"][0], own_loss), *CASES["sft"][1:])
+FAST = ("sft", "kto")
 CUTS = {"whole": Limits(), "two rows": Limits(rows=2)}
 
 
@@ -94,23 +96,23 @@ def step(name: str, cut: str, rows: slice, sequence: SequenceParallel | None = N
     return loss, seen.read(cpu), evaluated.read(cpu), found
 
 
-def rank_main(rank: int, groups: int, rendezvous: str, path: str) -> None:
+def rank_main(rank: int, groups: int, names: Sequence[str], rendezvous: str, path: str) -> None:
     """Groups of two ranks; with two groups, the second has fewer rows than the first."""
     wait = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2 * groups, timeout=wait)
     sequence = SequenceParallel.of_size(2)
     rows = slice(None) if groups == 1 else (slice(0, 5), slice(5, None))[rank // 2]
-    found = {(name, cut): step(name, cut, rows, sequence) for name in CASES for cut in CUTS}
+    found = {(name, cut): step(name, cut, rows, sequence) for name in names for cut in CUTS}
     if rank == 2 * groups - 1:  # a rank that leads no group
         torch.save(found, path)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def assert_same_as_one(groups: int, tmp_path) -> None:
-    run_ranks(rank_main, groups, f"file://{tmp_path}/rendezvous", f"{tmp_path}/found.pt", ranks=2 * groups)
+def assert_same_as_one(groups: int, names: Sequence[str], tmp_path) -> None:
+    run_ranks(rank_main, groups, names, f"file://{tmp_path}/rendezvous", f"{tmp_path}/found.pt", ranks=2 * groups)
     found = torch.load(tmp_path / "found.pt", weights_only=True)
-    assert len(found) == len(CASES) * len(CUTS)
+    assert len(found) == len(names) * len(CUTS)
     for (name, cut), (loss, seen, evaluated, gradient) in found.items():
         wanted = step(name, cut, slice(None))
         where = f"{name}, {cut}"
@@ -122,12 +124,17 @@ def assert_same_as_one(groups: int, tmp_path) -> None:
 
 
 def test_two_ranks_of_one_sequence_step_as_one(tmp_path):
-    assert_same_as_one(1, tmp_path)
+    assert_same_as_one(1, FAST, tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_one_sequence_step_as_one_by_each_objective(tmp_path):
+    assert_same_as_one(1, [name for name in CASES if name not in FAST], tmp_path)
 
 
 @pytest.mark.slow
 def test_two_groups_of_two_ranks_step_as_one(tmp_path):
-    assert_same_as_one(2, tmp_path)
+    assert_same_as_one(2, [*CASES], tmp_path)
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

@@ -47,8 +47,11 @@ def run_ranks(function: Callable[..., object], *args: object, ranks: int = 2) ->
 def _room_for(ranks: int) -> Iterator[None]:
     """Lets more ranks than two run by themselves, whatever other workers of the tests want to start meanwhile: eight
     processes that wait for one another spend most of two cores on switching between them."""
-    with (Path(tempfile.gettempdir()) / f"lowtide-ranks-{os.getuid()}").open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX if ranks > 2 else fcntl.LOCK_SH)
+    place = Path(tempfile.gettempdir()) / f"lowtide-ranks-{os.getuid()}"
+    with place.open("a") as held:
+        with place.with_suffix(".door").open("a") as door:  # who waits for the others to leave lets no more of them in
+            fcntl.flock(door, fcntl.LOCK_EX)
+            fcntl.flock(held, fcntl.LOCK_EX if ranks > 2 else fcntl.LOCK_SH)
         yield
 
 

@@ -83,25 +83,18 @@ def test_two_ranks_learn_what_one_does(name, how, sharded):
 # -- generation --------------------------------------------------------------------------------------------------
 
 
-def write_on_ranks(rank: int, folder: str) -> None:
+def write_on_ranks(rank: int, name: str, folder: str) -> None:
     place = Path(folder)
     with rank_of(place, rank, 2):
-        for name in ONLINE:
-            found = written(place / f"run-{name}", name, 4, fsdp=True)
-            if rank == 0:
-                torch.save(found, place / f"{name}.pt")
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = meeting_place(tmp_path_factory.mktemp("written"))
-    run_ranks(write_on_ranks, str(folder))
-    return folder
+        found = written(place / "run", name, 4, fsdp=True)
+        if rank == 0:
+            torch.save(found, place / "found.pt")
 
 
 @pytest.mark.parametrize("name", slow_but(["GRPO, layer by layer"], ONLINE))
-def test_completions_are_written_and_learned_from_as_by_one_rank(name, on_two_ranks, tmp_path):
-    assert_near(torch.load(on_two_ranks / f"{name}.pt"), written(tmp_path, name, 8), 2e-5)
+def test_completions_are_written_and_learned_from_as_by_one_rank(name, tmp_path):
+    run_ranks(write_on_ranks, name, str(meeting_place(tmp_path)))
+    assert_near(torch.load(tmp_path / "found.pt"), written(tmp_path, name, 8), 2e-5)
 
 
 def write_unequally(rank: int, folder: str) -> None:

@@ -63,7 +63,8 @@ def test_the_rows_that_are_asked_for_take_what_an_estimate_says(one_way):
     assert found.smallest().device == DEVICE.name
 
 
-@pytest.mark.parametrize("kind", ["cuda", pytest.param("older", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cuda", "older"])
 def test_every_setting_takes_what_an_estimate_of_it_says(kind):
     """Of all ways, with batches that fit whole and with those that are cut; but for what an allocator rounds, and the
     gradients of another micro-batch, which a whole batch has not."""

@@ -16,6 +16,7 @@ from tests.support.references.parity_world import (
     FIRST_STEPS,
     SMALL,
     STEPS,
+    assert_metrics_agree,
     assistant,
     build_model,
     first_steps,
@@ -103,6 +104,7 @@ def check_agreement(case: Case, steps: int, folder: Any) -> None:
     assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
     torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0.0)
     torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
+    assert_metrics_agree(actual, expected)
 
 
 @pytest.mark.parametrize("beta", [0.5])

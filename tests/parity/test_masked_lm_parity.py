@@ -61,7 +61,7 @@ def logged(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: torch.tensor([entry[name] for entry in steps]) for name in ("loss", "grad_norm")}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but([next(iter(FAMILIES))], FAMILIES))
 @pytest.mark.parametrize("name", slow_but(["plain"], [*OURS, *BOTH]))
 def test_twenty_steps_agree_with_transformers(name: str, family: str, tmp_path: Path):
     rows, held_out = masked_rows(60, seed=0), masked_rows(8, seed=1)

@@ -28,6 +28,7 @@ from tests.support.references.parity_world import (
     tokenizer,
     train,
     user,
+    without_ties,
 )
 
 pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
@@ -73,7 +74,7 @@ CASES = {
     "padded by us": Case({}, {"padding_free": False}),
     "another beta": Case({"beta": 0.5}),
 }
-QUICK = ("sigmoid", "judge, ipo")
+QUICK = ("sigmoid",)
 LONG = ("sigmoid", "ipo", "lora")
 
 
@@ -169,10 +170,6 @@ def padded(made: dict[str, Any]) -> tuple[Any, ...]:
     return left, left_mask, right, right_mask, None
 
 
-COMPARED = (
-    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected"),
-    *("val/contain_eos_token", "beta"),
-)
 OF_REWARDS = ("objective/scores", "objective/scores_margin")
 OF_PADDING = ("objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward")
 
@@ -199,8 +196,6 @@ def check_agreement(case: Case, steps: int, folder: Any) -> None:
     torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=2e-3, atol=1e-5)
     torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=1e-4 * scale)
     assert expected["grad_norm"].max() > 0
-    compared = (*COMPARED, *(() if case.judge else OF_REWARDS), *(OF_PADDING if case.as_long else ()))
-    apart = expected["rewards/margins"].abs() > 1e-4  # before the first update all rewards are zeros, up to rounding
-    for each in (expected, actual):
-        each["rewards/accuracies"] = each["rewards/accuracies"] * apart
-    assert_metrics_agree(actual, expected, compared)
+    margins = expected["rewards/margins"]
+    unlike = (*(OF_REWARDS if case.judge else ()), *(() if case.as_long else OF_PADDING))
+    assert_metrics_agree(without_ties(actual, margins), without_ties(expected, margins), unlike=unlike)

@@ -32,6 +32,7 @@ from tests.support.references.parity_world import (
     train,
     trained_before,
     user,
+    without_ties,
 )
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
@@ -120,8 +121,8 @@ CASES = {
     "cpo, alphapo": Case("cpo", flags={"loss_type": "simpo", "alpha": 0.1}),
 }
 
-QUICK = ("sigmoid", "dpo, lora trained before")
-LONG = (*QUICK, "reward", "kto", "orpo", "cpo", "dpo, lora", "sync_ref_model")
+QUICK = ("sigmoid", "reward", "kto", "orpo", "cpo")
+LONG = (*QUICK, "dpo, lora", "dpo, lora trained before", "sync_ref_model")
 
 
 def pair(question: str, answer: str) -> tuple[str, str, str]:
@@ -190,11 +191,10 @@ def build_trainer(library: Any, case: Case, output_dir: Any, steps: int, more: d
     )
 
 
-COMPARED = (
-    *("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl"),
-    *("nll_loss", "log_odds_ratio", "log_odds_chosen", "accuracy", "margin"),
-    *("min_reward", "mean_reward", "max_reward", "entropy", "mean_token_accuracy", "num_tokens"),
-)
+UNLIKE = ("logits/chosen", "logits/rejected")
+"""Means of whole logits, which are not formed here."""
+OF_TOKENS = {"entropy": 0.01, "mean_token_accuracy": 0.5}
+"""Accumulated; the accuracy of so few tokens is exact in the last test."""
 
 
 @pytest.mark.parametrize("name", first_steps(CASES, QUICK, LONG))
@@ -219,9 +219,11 @@ def check_agreement(case: Case, steps: int, folder: Any) -> None:
     torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=1e-5 * scale)
     torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=2e-3, atol=1e-6)
     assert expected["grad_norm"].max() > 0
-    if "gradient_accumulation_steps" in case.flags:
-        return  # TRL's metrics are means of the micro-batches' then
-    assert_metrics_agree(actual, expected, set(COMPARED) & expected.keys() & actual.keys())
+    if "rewards/accuracies" in expected:
+        margins = expected["rewards/margins"]
+        expected, actual = without_ties(expected, margins), without_ties(actual, margins)
+    near = OF_TOKENS if "gradient_accumulation_steps" in case.flags else {}
+    assert_metrics_agree(actual, expected, unlike=UNLIKE, near=near)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ or a position off by one, would show in the loss at once.
 """
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -172,11 +172,38 @@ def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:
     return {key: torch.tensor([float(entry[key]) for entry in entries], dtype=torch.float64) for key in shared}
 
 
+ACCUMULATED = {"entropy": 0.01, "kl": 0.1, "cispo_clip_ratio": 0.1}
+ACCUMULATED |= {f"clip_ratio/{of}_mean": 0.1 for of in ("low", "high", "region")}
+EXTREMES = ("clip_ratio/low_min", "clip_ratio/high_max")
+"""Of online methods whose steps accumulate, TRL has means of the micro-batches' means, and of their extremes."""
+
+
 def assert_metrics_agree(
-    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], names: Collection[str]
+    actual: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    *,
+    unlike: Collection[str] = (),
+    near: Mapping[str, float] = {},
 ) -> None:
-    """Compares every step's value of the metrics, up to rounding in the size that the metric has."""
-    for metric in names:
+    """Compares every step's value of every metric that the other library has, up to rounding in the metric's size.
+
+    Args:
+        actual: of lowtide; may have more.
+        expected: of the other library.
+        unlike: metrics that are not compared, since they are left out here or mean something else.
+        near: means over tokens that the other library takes of the means of micro-batches, whatever tokens these have;
+            and which share of their size they may differ by.
+    """
+    missing = expected.keys() - actual.keys() - {*unlike}
+    assert not missing, f"metrics that are not logged: {sorted(missing)}"
+    for metric in expected.keys() - {*unlike}:
         size = expected[metric].abs().max().item()
+        rtol, atol = (0.0, near[metric] * size) if metric in near else (1e-3, 2e-4 * size + 1e-6)
         message = lambda text, metric=metric: f"{metric}: {text}"  # noqa: E731
-        torch.testing.assert_close(actual[metric], expected[metric], rtol=1e-3, atol=2e-4 * size + 1e-6, msg=message)
+        torch.testing.assert_close(actual[metric], expected[metric], rtol=rtol, atol=atol, msg=message)
+
+
+def without_ties(found: dict[str, torch.Tensor], margins: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The metrics, with no accuracy of rewards in steps where they differ by rounding alone, as before an update."""
+    apart = margins.abs() > 1e-4
+    return found | {"rewards/accuracies": found["rewards/accuracies"] * apart}

@@ -16,13 +16,18 @@ RANKS_APART := tests/trainers/sharded tests/trainers/checkpoints/test_sharded_ch
 	tests/trainers/online/test_two_ranks.py tests/methods/test_methods_on_two_ranks.py tests/exactness/test_matrix_ranks.py \
 	tests/ranks tests/planner/sharding tests/cli/training/test_launch.py tests/cli/training/test_clusters.py
 
+# `make test RECORD=1`, and so each suite: where all of it passes, its record is written for docs/tests.md
+recorded = $(if $(RECORD),LOWTIDE_RECORD=$1 )$(2)
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-ranks test-faults mutants test-vllm test-others test-wheel check bench docs site clean
+.PHONY: help demo test test-slow test-all test-sweeps test-gpu test-ranks test-faults mutants test-vllm test-others test-wheel check bench docs site clean
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
-	@echo "make test         the tests to run while working, on a CPU (some 7 minutes, on two cores)"
-	@echo "make test-all     these, and those marked slow (some 35 minutes, on two cores)"
+	@echo "make test         the tests to run while working, on a CPU (some 5 minutes, on two cores)"
+	@echo "make test-all     these, and those marked slow (some 30 minutes, on two cores)"
+	@echo "make test-sweeps  every case of the long lists of which the slow tests have some: techniques in trainers, and pairs of them"
+	@echo "make test-gpu     the tests that need a CUDA GPU (a minute and a half with 16 cores)"
 	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences, pipelines (15 minutes at most)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
 	@echo "make mutants      300 small changes of the source: how many of them the fast tests notice; goes on where it was ended"
@@ -39,31 +44,37 @@ demo: $(VENV)/.runtime
 	$(PY) -m lowtide demo --output_dir "$(DEMO_OUTPUT)"
 
 test: $(VENV)/.extras
-	$(PY) -m pytest -m "not slow"
+	$(call recorded,test,$(PY)) -m pytest -m "not slow"
 
 test-slow: $(VENV)/.extras $(VENV)/.site
-	$(PY) -m pytest -m slow $(addprefix --ignore=,$(RANKS_APART))
+	$(call recorded,slow,$(PY)) -m pytest -m "slow and not sweep" $(addprefix --ignore=,$(RANKS_APART))
 
 test-all: test test-slow
 
+test-sweeps: $(VENV)/.extras
+	$(call recorded,sweeps,$(PY)) -m pytest -m sweep
+
+test-gpu: $(VENV)/.extras
+	$(call recorded,gpu,$(PY)) -m pytest -n 8 tests/gpu
+
 # by files: a worker that stole a part of one would start its ranks again
 test-ranks: $(VENV)/.deepspeed
-	$(PY) -m pytest --dist loadfile $(RANKS_TOO) $(RANKS_APART)
+	$(call recorded,ranks,$(PY)) -m pytest --dist loadfile $(RANKS_TOO) $(RANKS_APART)
 
 test-faults: $(VENV)/.extras
-	$(PY) -m tests.faults
+	$(call recorded,faults,$(PY)) -m tests.faults
 
 mutants: $(VENV)/.extras
 	$(PY) -m bench.mutants --record
 
 test-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm -n 0
+	$(call recorded,vllm,$(VLLM_VENV)/bin/python) -m pytest tests/with_vllm -n 0
 
 test-others: $(OTHERS_VENV)/.installed
-	$(OTHERS_VENV)/bin/python -m pytest tests/with_others -n 0
+	$(call recorded,others,$(OTHERS_VENV)/bin/python) -m pytest tests/with_others -n 0
 
 test-wheel: $(VENV)/.extras
-	$(PY) -m pytest -n 0 tests/packaging
+	$(call recorded,wheel,$(PY)) -m pytest -n 0 tests/packaging
 
 check: $(VENV)/.extras
 	$(PY) -m ruff check .

@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from docs_site.matrix_table import words_of
-from tests.support.marks import slow_but
+from tests.support.marks import slow_or_sweep
 from tests.support.matrix.matrix import TECHNIQUES, cell, check_pair, pairs
 from tests.support.matrix.matrix_models import EVERY_TRAINER
 from tests.support.matrix.matrix_page import PAGE
@@ -15,10 +15,20 @@ from tests.support.matrix.matrix_page import PAGE
 page = functools.cache(lambda: words_of(PAGE))
 
 
+FAST = [("SFT", name) for name in TECHNIQUES if not name.startswith("compiled layers")]
+CELLS = {
+    (kind, name): (row + column) % 3
+    for row, name in enumerate(TECHNIQUES)
+    for column, kind in enumerate(EVERY_TRAINER)
+    if (kind, name) not in FAST
+}
+"""Of three parts the first is slow: each technique in a third of the trainers, each trainer with a third of them."""
+PAIRS = [(kind, *pair) for kind in ("SFT", "DPO") for pair in pairs(kind)]
+
+
 @pytest.mark.parametrize(
-    "technique", slow_but([name for name in TECHNIQUES if not name.startswith("compiled layers")], TECHNIQUES)
+    ("kind", "technique"), [*FAST, *slow_or_sweep(CELLS, [cell for cell, part in CELLS.items() if part == 0])]
 )
-@pytest.mark.parametrize("kind", slow_but(["SFT"], EVERY_TRAINER))
 def test_a_technique_in_a_trainer(kind, technique):
     found = cell(kind, TECHNIQUES[technique])
     if found.word.startswith("needs "):
@@ -30,9 +40,6 @@ def test_the_page_has_no_other_rows():
     assert page().keys() == {(technique, kind) for technique in TECHNIQUES for kind in EVERY_TRAINER}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "first", "second"), [(kind, *pair) for kind in ("SFT", "DPO") for pair in pairs(kind)]
-)
+@pytest.mark.parametrize(("kind", "first", "second"), slow_or_sweep(PAIRS, PAIRS[::3]))
 def test_two_techniques_together(kind, first, second):
     check_pair(kind, TECHNIQUES[first], TECHNIQUES[second])

@@ -315,6 +315,7 @@ def test_several_micro_batches_keep_their_gradients_with_the_optimizer_in_backwa
     assert several["gradients"] == pytest.approx(several["weights"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft_config", [None, LORA])
 def test_a_token_takes_as_long_in_several_micro_batches_as_in_one(peft_config, tmp_path):
     """Also the forward of a reference, whose operations are those of layers."""

@@ -75,6 +75,7 @@ def test_the_peak_is_predicted_with_the_tower(family: str, case: str, tmp_path: 
     assert predicted.tensor_bytes == pytest.approx(living.peaks["all"], rel=0.06)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", slow_but([False], [False, True]))
 @pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
 def test_what_writing_takes_is_predicted_with_the_tower(

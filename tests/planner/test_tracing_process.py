@@ -33,6 +33,7 @@ def config(folder: Path, **options) -> lowtide.SFTConfig:
     return lowtide.SFTConfig(output_dir=str(folder), use_cpu=True, report_to="none", **options)
 
 
+@pytest.mark.slow
 def test_an_estimate_is_the_one_that_is_made_here_and_nothing_of_it_is(tmp_path, monkeypatch):
     class Own(lowtide.SFTConfig):
         """Of this test alone: another process does not know it."""

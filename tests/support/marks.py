@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -16,6 +16,12 @@ def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     quick, values = list(quick), list(values)
     assert all(each in values for each in quick), f"{quick} are not all of {values}"
     return [value if value in quick else _slow(value) for value in values]
+
+
+def slow_or_sweep(cells: Iterable[tuple[Any, ...]], slow: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Cells of a long list: some are slow tests, and the others are for the sweep, which are slow too."""
+    marks = lambda cell: (pytest.mark.slow, *[pytest.mark.sweep] * (cell not in slow))  # noqa: E731
+    return [pytest.param(*cell, marks=marks(cell)) for cell in cells]
 
 
 def _slow(value: Any) -> Any:

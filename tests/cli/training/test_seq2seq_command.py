@@ -71,7 +71,7 @@ def test_a_missing_start_token_is_one_message(given: dict[str, Any], capsys: pyt
     assert "has no decoder_start_token_id" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("by", ["lengths", "rows"])
+@pytest.mark.parametrize("by", slow_but(["lengths"], ["lengths", "rows"]))
 @pytest.mark.parametrize("family", slow_but(["t5"], ["t5", "bart"]))
 def test_the_peak_is_predicted(family: str, by: str, tmp_path: Path):
     """Longer sources take more, and so do more layers of the decoder, which the config counts by themselves."""

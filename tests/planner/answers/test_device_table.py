@@ -88,6 +88,7 @@ def test_every_setting_takes_what_an_estimate_of_it_says(kind):
     assert cut
 
 
+@pytest.mark.slow
 def test_a_budget_of_the_user_stays(one_way):
     asked = dataclasses.replace(run(), requested={"save_strategy": "no", "tokens_per_microbatch": 128})
     lengths = row_lengths("256x4", METHODS["sft"])

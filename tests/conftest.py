@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -17,7 +18,9 @@ import pytest
 import torch
 
 from tests.support.heap import leave_out
+from tests.support.recording import record_if_asked
 from tests.support.shapes import modules_with_shapes
+from tests.support.short_tests import ASKED, check_is_short, checked, cpu_seconds, long_tests
 from tests.support.signals import in_the_foreground
 
 torch.set_num_threads(1)
@@ -26,17 +29,25 @@ if not torch.cuda.is_available():
 jaxtyping.install_import_hook(modules_with_shapes(), "tests.support.shapes.check_shapes")
 from lowtide.planner.tracing_process import tracing_here  # noqa: E402  (after the hook)
 
-SECONDS = "LOWTIDE_TEST_SECONDS"
-"""Of the environment: after so many seconds no further test begins."""
 BEGAN = time.monotonic()
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    limit = os.environ.get(SECONDS)
-    if limit and time.monotonic() - BEGAN > float(limit):
-        pytest.skip(f"the {limit} s of {SECONDS} are over")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    began = cpu_seconds()
+    yield
+    if checked(item.config):
+        check_is_short(item, cpu_seconds() - began)
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    if lines := long_tests(terminalreporter.stats.get("passed", [])):
+        terminalreporter.section(f"not marked slow, and above {ASKED:g} s of CPU time")
+        terminalreporter.write_line("\n".join(lines))
+    if exitstatus == pytest.ExitCode.OK:
+        passed, skipped = (len(terminalreporter.stats.get(name, ())) for name in ("passed", "skipped"))
+        record_if_asked(passed, skipped, time.monotonic() - BEGAN)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench import suites
 from bench.compare.contestants import BATCH, PACKED_BATCH
 from bench.compare.methods import METHODS
 from bench.compare.tables import BUSY, COLUMNS, comparison_rows, verdict, vocabulary_verdict
@@ -116,6 +117,7 @@ def main() -> int:
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
     write_matrix_charts()
     write_step_picture()
+    write_between(suites.PAGE, suites.MARK, suites.table(suites.read_records()), suites.END)
     for result in results:
         if result.get("kind") == RECIPES:
             write_between(recipes.PAGE, recipes.MARK, recipes.lines(result), recipes.END)

@@ -90,8 +90,8 @@ def ratios(contestant: dict[str, Any], other: dict[str, Any]) -> tuple[float, fl
 def versions() -> dict[str, str]:
     """Returns the date, the libraries' versions and lowtide's commit, marked where files differ from it."""
     libraries = ("torch", "transformers", "trl", "accelerate", "datasets", "peft")
-    commit = _git("rev-parse", "--short=10", "HEAD")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "src") != ""
+    commit = git("rev-parse", "--short=10", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "src") != ""
     return {
         "date": date.today().isoformat(),
         **{library: importlib.metadata.version(library) for library in libraries},
@@ -107,8 +107,12 @@ def record(results: dict[str, Any]) -> Path:
 
 def write(name: str, results: dict[str, Any]) -> Path:
     """Writes one JSON file named after what was measured and the machine, whole or not at all."""
-    path = path_of(name, results["hardware"])
-    FOLDER.mkdir(exist_ok=True)
+    return write_whole(path_of(name, results["hardware"]), results)
+
+
+def write_whole(path: Path, results: dict[str, Any]) -> Path:
+    """Writes a JSON file, whole or not at all."""
+    path.parent.mkdir(exist_ok=True)
     scratch = path.with_suffix(".part")
     scratch.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return scratch.replace(path)
@@ -151,6 +155,7 @@ def dated(versions: dict[str, str]) -> str:
     return f"{versions['date']}, lowtide {versions['lowtide']} at {versions['lowtide_commit']}, {libraries}"
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
+    """What git answers about this checkout, or "unknown"."""
     answer = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return answer.stdout.strip() if answer.returncode == 0 else "unknown"

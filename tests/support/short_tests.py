@@ -1,0 +1,46 @@
+"""Tests that are not marked `slow` are short: the rule of CONTRIBUTING.md, which runs of `make test` enforce.
+
+What counts is the CPU time of a test's own call, with that of the processes which it started and waited for: a busy
+machine makes it hardly longer. Fixtures do not count, since several tests share some of them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+ASKED, LIMIT = 2.0, 4.0
+"""CPU seconds: above the first a test is listed, above the second it fails. What lies between is the tolerance for slow
+machines, and for the test that is the first to import something."""
+NAME = "cpu_seconds"
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, and of those children of it that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def checked(config: pytest.Config) -> bool:
+    """Whether the run is of the tests without the mark alone; a GPU takes seconds to begin."""
+    return config.getoption("markexpr") == "not slow" and not torch.cuda.is_available()
+
+
+def check_is_short(item: pytest.Item, seconds: float) -> None:
+    """Notes a test's CPU time, and fails the test if it is above the limit."""
+    item.user_properties.append((NAME, seconds))
+    if seconds > LIMIT:
+        pytest.fail(
+            f"it passed, but took {seconds:.1f} s of CPU time, and a test that is not marked `slow` has {ASKED:g} s"
+            f" ({LIMIT:g} s at most): make it cheaper, or mark it slow where a fast test finds the same errors",
+            pytrace=False,
+        )
+
+
+def long_tests(reports: list[Any]) -> list[str]:
+    """Lines of the tests that took longer than is asked, the longest first."""
+    found = [(dict(each.user_properties).get(NAME, 0.0), each.nodeid) for each in reports]
+    return [f"{seconds:5.1f} s  {name}" for seconds, name in sorted(found, reverse=True) if seconds > ASKED]

@@ -145,3 +145,9 @@ def test_random_numbers_are_those_of_splitmix64():
 def test_bad_values_are_refused_by_name(wrong: dict):
     with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` of Sampling"):
         Sampling(**{"max_new_tokens": 4, **wrong})
+
+
+def test_the_smallest_number_draws_no_entry_of_probability_0():
+    probabilities = torch.tensor([[0.0, 0.0, 0.3, 0.7], [0.5, 0.0, 0.5, 0.0]])
+    assert draw(probabilities, torch.tensor([0.0, 0.5])).tolist() == [2, 2]
+    assert draw(probabilities, torch.tensor([1.0, 1.0])).tolist() == [3, 2]

@@ -14,7 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.methods import bco, cpo, dpo, grpo, kto, online_dpo, orpo, ppo, reward, rloo, sequence_classification
+from lowtide.engine.heads.replaced_tokens import ReplacedStats
+from lowtide.methods import (
+    bco,
+    cpo,
+    dpo,
+    grpo,
+    kto,
+    online_dpo,
+    orpo,
+    ppo,
+    replaced_token_detection,
+    reward,
+    rloo,
+    sequence_classification,
+    token_classification,
+)
 from lowtide.methods.preference import ReadPairs
 from lowtide.objectives import policy_gradient, preference
 from lowtide.objectives.kto import Unpaired
@@ -295,6 +310,43 @@ def test_classes_of_texts(problem, weighted, cut):
     )
     parts = [sequence_classification.LabelScores(leaf[each], target[each]) for each in CUTS[cut]]
     assert_sums_to(loss, parts, leaf, expected, metrics)
+
+
+@in_cuts
+def test_labels_of_tokens(cut):
+    leaf = numbers(ROWS, 3, seed=22, low=-2, high=2).requires_grad_()
+    target, weights = torch.tensor([2, 0, 1, 1, 0, 2]), torch.tensor([0.5, 1.0, 3.0], dtype=torch.float64)
+    logp = leaf - leaf.logsumexp(1, keepdim=True)
+    expected = -(weights[target] * logp[range(ROWS), target]).sum() / weights[target].sum()
+    counts = {"weights": weights[target].sum().item()}
+    loss = partial(token_classification.loss, counts=counts, weights=weights, smoothing=0.0)
+    parts = [token_classification.TagScores(leaf[each], target[each]) for each in CUTS[cut]]
+    assert_sums_to(loss, parts, leaf, expected, {"accuracy": (leaf.argmax(1) == target).double().mean()})
+
+
+@in_cuts
+def test_replaced_tokens(cut):
+    """Of six masked tokens three were drawn right; the fourth position is padding."""
+    leaf = numbers(2, ROWS, seed=23, low=-2, high=2).requires_grad_()
+    logits = torch.cat([leaf[1, :1] * 0, leaf[1, 1:]])  # a logit of 0 says that nothing was replaced
+    replaced, present = torch.tensor([0, 1, 1, 0, 0, 1]).bool(), torch.tensor([1, 1, 1, 0, 1, 1]).bool()
+    lost = -torch.where(replaced, F.logsigmoid(logits), F.logsigmoid(-logits))
+    generator, discriminator = -leaf[0], lost[present]
+    right = (logits > 0) == replaced
+    metrics = {
+        "generator_loss": generator.mean(),
+        "discriminator_loss": discriminator.mean(),
+        "discriminator_accuracy": right[present].double().mean(),
+        "discriminator_recall": right[present & replaced].double().mean(),
+        "generator_accuracy": 1 - replaced.sum() / ROWS,
+    }
+
+    def loss(part: slice) -> Outcome:
+        stats = ReplacedStats(leaf[0, part], logits[part], replaced[part], present[part])
+        found = replaced_token_detection.read_detections(None, stats, None)  # type: ignore[arg-type]
+        return replaced_token_detection.loss(found, {"masked": ROWS, "tokens": 5}, weight=50.0, metrics=True)
+
+    assert_sums_to(loss, CUTS[cut], leaf, generator.mean() + 50 * discriminator.mean(), metrics)
 
 
 # -- completions that the policy wrote --------------------------------------------------------------------------------

@@ -1,0 +1,58 @@
+"""What methods whose policy writes make of rewarded completions: advantages, preferences, and what they report."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.data.batches.values import ADVANTAGE, WINDOW_TOKENS
+from lowtide.methods.grpo import GRPOOptions
+from lowtide.methods.learning import ByAdvantage, GroupRewards, Rewarded
+from lowtide.methods.online_dpo import METHOD as ONLINE_DPO
+from lowtide.methods.online_dpo import PREFERENCE, OnlineDPOOptions
+from lowtide.rollout.generators.generator import Completion
+from lowtide.rollout.rollout import Rollout
+
+LENGTHS = [3, 1, 4, 2, 5, 2]
+
+
+def rewarded(rewards: list[float], size: int, *, ended: str = "111111", evaluated: bool = False) -> Rewarded:
+    completions = [
+        Completion([7] * length, [0.0] * length, [0.0] * length, [True] * length, "stop" if end == "1" else "length")
+        for length, end in zip(LENGTHS, ended, strict=True)
+    ]
+    rollout = Rollout([[5, 6]] * len(LENGTHS), completions, 0)
+    group = GroupRewards(torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1), size)
+    return Rewarded(rollout, group, slice(0, len(LENGTHS)), torch.device("cpu"), evaluated=evaluated)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_advantages_and_the_tokens_of_a_step(evaluated):
+    """A rollout is learned from in 4 steps of 2 micro-batches; of three groups the last has equal rewards."""
+    options: Any = GRPOOptions(steps_per_generation=8, scale_rewards="none")
+    options.gradient_accumulation_steps = 2
+    found = ByAdvantage().learn(rewarded([1.0, 2.0, 5.0, math.nan, 3.0, 3.0], 2, evaluated=evaluated), options)
+    assert found.values.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert found.row_values[ADVANTAGE].tolist() == found.values.tolist()
+    assert found.row_values[WINDOW_TOKENS].tolist() == [0.0 if evaluated else 17 * 2 / 8] * 6
+    assert found.metrics == {"frac_reward_zero_std": pytest.approx(2 / 3)}
+
+
+def test_the_better_completion_of_a_pair_is_preferred():
+    """The end that the first lacks costs it its lead; of the last pair nothing scored one completion."""
+    options = OnlineDPOOptions(missing_eos_penalty=2.0)
+    layout: Any = ONLINE_DPO.rows
+    found = layout.learning.learn(rewarded([3.0, 2.0, 1.0, 4.0, 5.0, math.nan], 2, ended="011111"), options)
+    assert found.row_values[PREFERENCE].tolist() == [-1, 1, -1, 1, 0, 0]
+    assert found.metrics == pytest.approx(
+        {
+            "objective/scores": (1.0 + 2.0 + 1.0 + 4.0 + 5.0) / 5,
+            "objective/scores_margin": (1.0 + 3.0) / 2,
+            "val/contain_eos_token": 5 / 6,
+        }
+    )
+    equal = layout.learning.learn(rewarded([1.0] * 6, 2), options)
+    assert equal.row_values[PREFERENCE].tolist() == [1, -1] * 3

@@ -133,3 +133,11 @@ def test_what_is_not_there_is_named(tmp_path):
         load_mixture([str(tmp_path / "nowhere.jsonl")])
     with pytest.raises(FileNotFoundError, match="gone"):
         load_mixture([{"path": "json", "data_files": str(tmp_path / "gone.jsonl")}])
+
+
+@pytest.mark.parametrize("size", [500, -0.5])
+def test_rows_to_evaluate_on_that_cannot_be_taken_are_refused_by_their_option(size, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n' * 4)
+    with pytest.raises(ValueError, match=f"test_split_size={size} cannot be taken from 4 rows"):
+        load_mixture([str(path)], test_split_size=size)

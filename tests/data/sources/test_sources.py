@@ -198,3 +198,12 @@ def test_a_hub_name_is_loaded_with_its_configuration_and_split(monkeypatch):
 def test_a_list_that_cannot_be_read_is_refused(rows, problem):
     with pytest.raises(ValueError, match=problem):
         load_rows(rows)
+
+
+def test_a_configuration_of_a_file_is_warned_of_and_a_split_is_named(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n')
+    assert len(load_rows(path, name="english")) == 1
+    assert "has no configuration 'english': the name has no effect" in caplog.text
+    with pytest.raises(ValueError, match=r"rows.jsonl, split 'train\[:200%\]', can't be read"):
+        load_rows(path, split="train[:200%]")

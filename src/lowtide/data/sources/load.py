@@ -93,6 +93,8 @@ def load_rows(
     if places:
         rows = _from_hub(str(source), split, name, streaming=streaming, **places)
     elif path.is_file():
+        if name is not None:
+            logger.warning(f"{path} is a file, which has no configuration {name!r}: the name has no effect")
         rows = _from_file(path, split, streaming=streaming)
     elif path.is_dir():
         rows = _from_folder(path, split, name, streaming=streaming)
@@ -200,7 +202,8 @@ def _from_files(
         for file in files:
             if fault := find_fault(file):
                 raise ValueError(f"{file}, line {fault[0]}: {fault[1]}") from error
-        problem = f"{source} can't be read: {_first_line(error.__cause__ or error)}"
+        what = f"{source}, split {split!r}," if split not in splits else str(source)
+        problem = f"{what} can't be read: {_first_line(error.__cause__ or error)}"
         if isinstance(error, DatasetGenerationError) and all(file.suffix in LINE_BY_LINE for file in files):
             with contextlib.suppress(*FAILURES, TypeError):
                 return load(features=unified_features(files))

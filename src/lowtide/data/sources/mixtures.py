@@ -91,7 +91,13 @@ def load_mixture(
         )
     if test_split_size is None:
         return DatasetDict({"train": mixture})
-    splits = mixture.train_test_split(test_size=test_split_size, seed=seed)
+    try:
+        splits = mixture.train_test_split(test_size=test_split_size, seed=seed)
+    except ValueError as error:
+        raise ValueError(
+            f"test_split_size={test_split_size} cannot be taken from {len(mixture)} rows: give a share below 1, or a "
+            "number of rows that leaves some to train on"
+        ) from error
     return DatasetDict({name: entitled(rows, MIXTURE) for name, rows in splits.items()})
 
 

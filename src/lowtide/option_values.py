@@ -121,6 +121,8 @@ class Option:
 
     def _check_range(self, value: Any, given: Any) -> None:
         for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, int) and abs(each) > LARGEST:
+                raise ValueError(f"{self.name}={shown(given)} must be at most {LARGEST}, the largest number of 64 bits")
             if self.range is None or isinstance(each, bool) or not isinstance(each, int | float):
                 continue
             if each not in self.range:
@@ -276,6 +278,8 @@ def _str(value: Any) -> str:
     return value if isinstance(value, str) else os.fspath(value) if isinstance(value, os.PathLike) else str(value)
 
 
+LARGEST = (1 << 63) - 1
+"""Of the whole numbers that are counted with."""
 PAIRS = re.compile(r"\w+=[^,={}]*(,\w+=[^,={}]*)*")
 """A mapping on the command line, in the form of transformers' `run_clm.py`."""
 CONVERTERS: dict[type, Callable[[Any], Any]] = {

@@ -79,8 +79,12 @@ def yaml_options(path: str | Path) -> list[YamlOption]:
         loader.flatten_mapping(node)
         found = {}
         for key, value in node.value:
-            made = loader.construct_object(key, deep=True)
-            found[made] = YamlOption(made, value, loader.construct_object(value, deep=True), key.start_mark.line + 1)
+            line = key.start_mark.line + 1
+            try:
+                made, given = (loader.construct_object(each, deep=True) for each in (key, value))
+            except (RecursionError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {line} is not YAML: {_first_line(error)}") from error
+            found[made] = YamlOption(made, value, given, line)
         return [*found.values()]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: {error}") from error
@@ -88,8 +92,6 @@ def yaml_options(path: str | Path) -> list[YamlOption]:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ValueError(f"{path}{line} is not YAML: {getattr(error, 'problem', None) or error}") from error
-    except (RecursionError, TypeError) as error:
-        raise ValueError(f"{path} is not YAML: {_first_line(error)}") from error
 
 
 def _check_keys(node: yaml.MappingNode, path: str | Path) -> None:

@@ -138,6 +138,20 @@ SFT: dict[str, tuple[dict[str, Make], str]] = {
         {"callbacks": lambda folder: [EarlyStoppingCallback()]},
         "eval_strategy='steps'",
     ),
+    "modules to train whole that are not there": (
+        {"peft_config": lambda folder: LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_haed"])},
+        "modules_to_save names 'lm_haed'",
+    ),
+    "an expression that is none": (
+        {"peft_config": lambda folder: LoraConfig(target_modules="(")},
+        "target_modules: '(' is no regular expression",
+    ),
+    "nothing to evaluate on, by name": ({"eval_dataset": plain({})}, "eval_dataset is a mapping without a dataset"),
+    "text for a loss": ({"compute_loss_func": plain("x")}, "compute_loss_func must be a function"),
+    "a number to prepare logits": (
+        {"preprocess_logits_for_metrics": plain(3)},
+        "preprocess_logits_for_metrics must",
+    ),
     "text for metrics": ({"compute_metrics": plain("accuracy")}, "compute_metrics must be a function"),
     "a number for a collator": ({"data_collator": plain(3)}, "data_collator must be a function"),
     "a collator that loses rows": ({"data_collator": plain(collate_nothing)}, "data_collator collate_nothing"),

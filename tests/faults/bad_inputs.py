@@ -60,6 +60,18 @@ COMMAND_LINES = {
     "a budget below the longest row": (f"sft {TRAIN} --tokens_per_microbatch 1", "longest row of"),
     "a memory budget of no amount": (f"sft {TRAIN} --memory_budget lots", "'lots'"),
     "a memory budget that nothing fits": (f"sft {TRAIN} --memory_budget 1KiB", "budget"),
+    "a report that is a folder": (f"sft {TRAIN} --memory_report .", "memory_report='.' is a folder"),
+    "a plan that is a folder": ("plan sft --model {model} --dataset {rows} --output .", "--output . is a folder"),
+    "a slice of a split that is none": (f"sft {TRAIN} --dataset_split train[:200%]", "split 'train[:200%]', can't be"),
+    "more to evaluate on than there is": (
+        'sft --model {model} --use_cpu --test_split_size 500 --datasets {{"path":"{rows}"}}',
+        "test_split_size=500.0 cannot be taken from 4 rows",
+    ),
+    "modules to train whole that are not there": (
+        f"sft {TRAIN} --use_peft --lora_modules_to_save nowhere",
+        "modules_to_save names 'nowhere'",
+    ),
+    "a compiler that there is not": (f"sft {TRAIN} --torch_compile_backend inductr", "did you mean 'inductor'?"),
     "a tracker that is not installed": (f"sft {TRAIN} --report_to comet_ml", "pip install comet-ml"),
     "a tracker that there is not": (f"sft {TRAIN} --report_to wandbb", "did you mean 'wandb'?"),
     "FlashAttention without its package": (
@@ -127,7 +139,7 @@ OPTIONS = {
         "save_total_limit": ("-1", "0"),
         "seed": ("-1", "99999999999"),
         "dataloader_num_workers": ("-1", "9999999"),
-        "max_length": ("0", "-1", "long"),
+        "max_length": ("0", "-1", "long", "9" * 30),
         "tokens_per_microbatch": ("0",),
         "checkpointing_every": ("0",),
         "mlp_tile_tokens": ("-3",),
@@ -180,6 +192,7 @@ RUN_FILES = {
     "a date": ("seed: 2024-01-01\n", "line 1: seed='2024-01-01' must be a whole number"),
     "minutes for a number": ("max_steps: 1:30\n", "line 1: max_steps='1:30' must be a whole number"),
     "Python's objects": ("seed: !!python/object/apply:os.getpid []\n", "is not YAML"),
+    "a tag that its text contradicts": ("max_steps: !!int many\n", "run.yaml, line 1 is not YAML"),
     "an endless alias": ("a: &a [*a]\n", "line 1"),
     "no text": (b"\xff\xfe\x00", "is not text"),
 }
@@ -315,6 +328,7 @@ UNWISE = {
     "a learning rate of 0": (f"sft {TRAIN} --learning_rate 0", "nothing is learned with learning_rate=0.0:"),
     "DPO without a slope": (f"dpo {TRAIN} --beta 0", "nothing is learned with beta=0.0:"),
     "KTO without a slope": (f"kto {TRAIN} --beta 0", "nothing is learned with beta=0.0:"),
+    "a configuration of a file": (f"sft {TRAIN} --dataset_config english", "which has no configuration 'english'"),
     "losses without weight": (f"dpo {TRAIN} --loss_weights 0", "nothing is learned with loss_weights=[0.0]:"),
     "a warmup beyond the run": (f"sft {TRAIN} --warmup_steps 9", "learning_rate=2e-05 is never reached"),
     "more processes than cores": (f"sft {TRAIN} --dataset_num_proc 9999", "dataset_num_proc=9999 is set to"),

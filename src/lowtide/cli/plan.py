@@ -69,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.devices and arguments.device:
         raise UsageError("--devices and --device both say where: leave one of them out")
+    if arguments.output is not None and arguments.output.is_dir():
+        raise UsageError(f"--output {arguments.output} is a folder: name a file")
     if arguments.other is not None:
         from lowtide.planner.answers.elsewhere import check_method
 

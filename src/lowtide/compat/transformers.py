@@ -368,6 +368,7 @@ HOOKS = (
     Hook("get_batch_samples", ("epoch_iterator", "num_batches", "device"), "_run_epoch", "a step is one batch"),
     Hook("training_step", ("model", "inputs", "num_items_in_batch"), "_run_epoch", "the step is lowtide's"),
     Hook("_clip_grad_norm", ("model",), "_run_epoch", "gradients are checked before they are clipped"),
+    Hook("_determine_best_metric", ("metrics", "trial"), "_maybe_log_save_evaluate", "a metric may not be there"),
     Hook("_get_grad_norm", ("model", "grad_norm"), "_run_epoch", "gradients may be gone before they are all there"),
     Hook("_track_num_input_tokens", ("inputs",), "_run_epoch", "ragged batches have no padded shape to count"),
     Hook("floating_point_ops", ("inputs",), "_run_epoch", "ragged batches have no padded shape to count"),

@@ -369,6 +369,13 @@ class LowtideTrainer(Trainer):
         with self.steps.named():
             return self.runner.gradient_norm() if grad_norm is None else grad_norm
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As the Trainer's; a metric that no evaluation has is for the user to mend."""
+        try:
+            return super()._determine_best_metric(metrics, trial)
+        except KeyError as error:
+            raise ValueError(error.args[0]) from error
+
     def floating_point_ops(self, inputs: RaggedBatch | None) -> int:
         """6 FLOPs a parameter a real token that this rank computes."""
         if inputs is None:

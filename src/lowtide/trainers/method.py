@@ -287,6 +287,8 @@ class MethodTrainer(LowtideTrainer):
 
     def _prepared(self, dataset: Any) -> Any:
         """One dataset, or several by name, prepared for evaluation."""
+        if isinstance(dataset, Mapping) and not dataset:
+            raise ValueError("eval_dataset is a mapping without a dataset: give it one, or leave it out")
         prepared = {name: with_prompts(each, self.prepare(each, name)[0]) for name, each in by_name(dataset).items()}
         return prepared if isinstance(dataset, Mapping) else prepared["eval"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -170,10 +171,33 @@ def adapt(
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
+    _check_trained_whole(peft_config, base)
     peft_config = _with_targets(peft_config, base)
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
     return get_peft_model(base, peft_config)
+
+
+ASKED_BY_PEFT = {"classifier", "score"}
+"""Modules that PEFT itself trains whole, of which a classifier has one."""
+
+
+def _check_trained_whole(peft_config: Any, model: nn.Module) -> None:
+    """Refuses modules that are to be trained whole and are not there, which PEFT passes over.
+
+    Raises:
+        ValueError: names them.
+    """
+    if isinstance(getattr(peft_config, "modules_to_save", None), str):
+        raise ValueError(f"modules_to_save={peft_config.modules_to_save!r} must be a list of names")
+    modules = [name for name, _ in model.named_modules()]
+    asked = set(getattr(peft_config, "modules_to_save", None) or ()) - ASKED_BY_PEFT
+    missing = sorted(each for each in asked if not any(name.endswith(each) for name in modules))
+    if missing:
+        raise ValueError(
+            f"modules_to_save names {', '.join(map(repr, missing))}, and {type(model).__name__} has no such module: "
+            "take the end of a module's name, lm_head or embed_tokens say"
+        )
 
 
 def _with_targets(peft_config: Any, model: PreTrainedModel) -> Any:
@@ -207,7 +231,8 @@ def _outside_experts(model: PreTrainedModel) -> list[str]:
 
 
 def check_adapters(*configs: Any) -> None:
-    """Refuses PEFT configurations of virtual tokens that need more than the rows.
+    """Refuses PEFT configurations of virtual tokens that need more than the rows, or whose modules are named by an
+    expression that is none.
 
     Raises:
         ValueError: naming the configuration, and what to take.
@@ -218,6 +243,18 @@ def check_adapters(*configs: Any) -> None:
                 f"{type(config).__name__} puts virtual tokens before each row by what is known of its task: take "
                 "PromptTuningConfig, PromptEncoderConfig or PrefixTuningConfig, or LoraConfig and its kin"
             )
+        _check_expressions(config)
+
+
+def _check_expressions(config: Any) -> None:
+    """Refuses names of modules that are to be regular expressions and are none."""
+    for option in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+        given = getattr(config, option, None)
+        for each in [given] if isinstance(given, str) else given if isinstance(given, Mapping) else ():
+            try:
+                re.compile(each)
+            except re.error as error:
+                raise ValueError(f"{option}: {each!r} is no regular expression ({error}): mend it") from error
 
 
 def has_adapters(model: nn.Module) -> bool:

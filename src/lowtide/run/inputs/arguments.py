@@ -68,6 +68,8 @@ ARGUMENTS: dict[str, Argument] = {
     "processing_class": Argument(_is_tokenizer, "a tokenizer: AutoTokenizer.from_pretrained(...)"),
     "data_collator": Argument(callable, "a function of a list of rows"),
     "formatting_func": Argument(callable, "a function of a row"),
+    "compute_loss_func": Argument(callable, "a function of outputs, labels and num_items_in_batch"),
+    "preprocess_logits_for_metrics": Argument(callable, "a function of logits and labels"),
     "compute_metrics": Argument(callable, "a function of an EvalPrediction"),
     "callbacks": Argument(_are_callbacks, "a list of TrainerCallback"),
     "optimizers": Argument(_is_optimizer_with_schedule, "a pair (optimizer, scheduler), of which each may be None"),

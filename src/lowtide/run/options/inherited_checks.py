@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import DynamoBackend
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
@@ -54,9 +55,23 @@ def check_inherited(args: Any) -> None:
         raise ValueError("dataloader_persistent_workers=True requires dataloader_num_workers above 0")
     check_steps(args)
     check_evaluation(args)
+    check_compiler(args.torch_compile_backend)
     counted = args.include_num_input_tokens_seen
     if not isinstance(counted, bool) and counted not in COUNTED:
         raise ValueError(f"include_num_input_tokens_seen={counted!r} is not one of {', '.join(COUNTED)}")
+
+
+def check_compiler(backend: str | None) -> None:
+    """Refuses a backend of `torch.compile` that accelerate does not know.
+
+    Raises:
+        ValueError: naming the nearest.
+    """
+    known = [each.lower() for each in DynamoBackend.list()]
+    if backend and backend.lower() not in known:
+        raise ValueError(
+            f"torch_compile_backend={backend!r} is not one of {', '.join(known)}{nearest(backend.lower(), known)}"
+        )
 
 
 def check_trackers(report_to: Any) -> None:

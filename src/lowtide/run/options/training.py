@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import torch
@@ -270,7 +271,10 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
                 )
 
     def _check_saving(self) -> None:
-        """Refuses parts of a model where no rank holds rows, and to push them, which others could not load."""
+        """Refuses a report into a folder; parts of a model where no rank holds rows, and to push them, which others
+        could not load."""
+        if self.memory_report and Path(self.memory_report).is_dir():
+            raise ValueError(f"memory_report={self.memory_report!r} is a folder: name a file")
         sharding = self.sharding
         split = {"tp_size": sharding.tensor_parallel, "pipeline_parallel_size": sharding.pipeline_parallel}
         for name, size in split.items():

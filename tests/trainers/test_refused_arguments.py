@@ -1,0 +1,81 @@
+"""Arguments and options that transformers or PEFT pass over, or fail on late: refused by name as a trainer is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+
+import lowtide
+from lowtide.demo.model import make_model, make_tokenizer
+
+ROWS = Dataset.from_list([{"text": f"{n} + {n} = {2 * n}"} for n in range(4)])
+
+
+def config(folder: Path, **options: Any) -> lowtide.SFTConfig:
+    always = {"use_cpu": True, "max_steps": 1, "report_to": "none", "disable_tqdm": True}
+    return lowtide.SFTConfig(output_dir=str(folder / "out"), **{**always, **options})
+
+
+def trainer(folder: Path, options: dict[str, Any] | None = None, **given: Any) -> lowtide.SFTTrainer:
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, seed=0)
+    return lowtide.SFTTrainer(
+        model, config(folder, **(options or {})), train_dataset=ROWS, processing_class=tokenizer, **given
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"peft_config": LoraConfig(modules_to_save=["lm_haed"])}, "modules_to_save names 'lm_haed'"),
+        ({"peft_config": LoraConfig(target_modules="(")}, r"target_modules: '\(' is no regular expression"),
+        (
+            {"peft_config": LoraConfig(target_modules=["q_proj"], exclude_modules="(")},
+            r"exclude_modules: '\(' is no reg",
+        ),
+        (
+            {"peft_config": LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 3})},
+            r"rank_pattern: '\(' is no reg",
+        ),
+        ({"peft_config": LoraConfig(modules_to_save="lm_head")}, "modules_to_save='lm_head' must be a list"),
+        ({"eval_dataset": {}}, "eval_dataset is a mapping without a dataset"),
+        ({"compute_loss_func": "x"}, "compute_loss_func must be a function"),
+        ({"preprocess_logits_for_metrics": 3}, "preprocess_logits_for_metrics must be a function"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_an_argument_that_means_nothing_is_refused(given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **given)
+
+
+def test_modules_that_peft_trains_whole_by_itself_are_no_fault(tmp_path):
+    made = trainer(tmp_path, peft_config=LoraConfig(target_modules=["q_proj"], modules_to_save=["score", "lm_head"]))
+    assert any("lm_head.modules_to_save" in name for name, _ in made.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_length": 10**30}, "max_length=1000000.* must be at most 9223372036854775807"),
+        (
+            {"torch_compile_backend": "inductr"},
+            r"backend='inductr' is not one of .*did you mean 'inductor'",
+        ),
+        ({"memory_report": "."}, "memory_report='.' is a folder: name a file"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_an_option_that_would_fail_later_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **options)
+
+
+def test_a_metric_that_no_evaluation_has_is_named(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "bleu"}
+    with pytest.raises(ValueError, match=r"`metric_for_best_model` .* 'eval_bleu', which is not found"):
+        trainer(tmp_path, options, eval_dataset=ROWS).train()

@@ -55,3 +55,9 @@ def test_auto_is_what_is_free_and_what_this_process_has():
     assert resident_bytes() < budget_bytes("auto", CPU) <= CPU.memory_bytes
     named = device_named("H100-80GB")
     assert budget_bytes("AUTO", named) == named.memory_bytes
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + "GiB"])
+def test_more_than_a_number_holds_is_refused(text):
+    with pytest.raises(ValueError, match="must be above 0 and finite"):
+        bytes_of(text)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
 import torch
 
 from lowtide.memory.allocators.measure import bytes_text, resident_bytes, unused_bytes
+from lowtide.option_values import shown
 from lowtide.planner.devices import Device
 
 UNITS = {
@@ -68,10 +70,10 @@ def bytes_of(budget: str | int | float) -> int:
             f"memory budget {budget!r} is no amount of memory: write '24GiB', '24GB', a number of bytes, or '{AUTO}' "
             "for what the device has free"
         )
-    count = int(float(match[1].replace("_", "").replace(",", "")) * UNITS[match[2]])
-    if count < 1:
-        raise ValueError(f"memory budget {budget!r} must be above 0")
-    return count
+    count = float(match[1].replace("_", "").replace(",", "")) * UNITS[match[2]]
+    if not 1 <= count < math.inf:
+        raise ValueError(f"memory budget {shown(budget)} must be above 0 and finite")
+    return int(count)
 
 
 def free_bytes(device: Device) -> int:

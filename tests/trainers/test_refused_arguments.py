@@ -66,7 +66,8 @@ def test_modules_that_peft_trains_whole_by_itself_are_no_fault(tmp_path):
             {"torch_compile_backend": "inductr"},
             r"backend='inductr' is not one of .*did you mean 'inductor'",
         ),
-        ({"memory_report": "."}, "memory_report='.' is a folder: name a file"),
+        ({"memory_report": "."}, r"memory_report='.' is a folder: name a file"),
+        ({"memory_report": f"{__file__}/report.json"}, r"report.json' is below the file '.*arguments.py': name a file"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )

@@ -273,8 +273,12 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
     def _check_saving(self) -> None:
         """Refuses a report into a folder; parts of a model where no rank holds rows, and to push them, which others
         could not load."""
-        if self.memory_report and Path(self.memory_report).is_dir():
-            raise ValueError(f"memory_report={self.memory_report!r} is a folder: name a file")
+        if self.memory_report:
+            report = Path(self.memory_report)
+            above = next((each for each in report.parents if each.exists()), report)
+            if report.is_dir() or above.is_file():
+                what = "is a folder" if report.is_dir() else f"is below the file {str(above)!r}"
+                raise ValueError(f"memory_report={self.memory_report!r} {what}: name a file")
         sharding = self.sharding
         split = {"tp_size": sharding.tensor_parallel, "pipeline_parallel_size": sharding.pipeline_parallel}
         for name, size in split.items():

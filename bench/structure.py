@@ -267,7 +267,9 @@ def main(argv: list[str] | None = None) -> int:
         "package", nargs="?", type=Path, help="the folder of a package (default: src/lowtide, and bench)"
     )
     package = parser.parse_args(argv).package
-    text, broken = report(package) if package else report(ROOT / "src" / "lowtide", ROOT / "bench", tests=ROOT / "tests")
+    text, broken = (
+        report(package) if package else report(ROOT / "src" / "lowtide", ROOT / "bench", tests=ROOT / "tests")
+    )
     print(text)
     for line in broken:
         print(line.replace(f"{ROOT}/", ""))

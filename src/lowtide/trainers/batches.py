@@ -29,8 +29,8 @@ class RowBatches:
         trainer = self.trainer
         batches, taken, batch = [], 0, None
         for inputs in read:
-            batch = trainer.drawn(trainer.as_ragged(inputs), trainer.order.place[0])
-            trainer.order.advance()
+            batch = trainer.drawn(trainer.as_ragged(inputs), trainer.row_order.place[0])
+            trainer.row_order.advance()
             taken += 1
             if count := self.own_rows(batch):
                 batches.append(batch if count == batch.rows else batch.select_rows(range(count)))

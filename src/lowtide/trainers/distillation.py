@@ -78,12 +78,12 @@ class DistillationTrainer(ReferenceTrainer):
 
     def _draw_writer(self) -> Writer | None:
         """Who writes the completions of the micro-batch at this place, on all ranks alike; None for the data's own."""
-        share = (seed_of(self.args.seed, *self.order.place) >> 10) / (1 << 53)
+        share = (seed_of(self.args.seed, *self.row_order.place) >> 10) / (1 << 53)
         return self.student_writes if share < self.options.lmbda else self.teacher_writes
 
     def _written(self, batch: RaggedBatch, writer: Writer) -> RaggedBatch:
         prompts, first = prompts_of(batch), self.args.data_rank * self.args.train_batch_size
-        seeds = [seed_of(self.args.seed, *self.order.place, first + row) for row in range(len(prompts))]
+        seeds = [seed_of(self.args.seed, *self.row_order.place, first + row) for row in range(len(prompts))]
         reader, images = self.training_run.reader, prompt_images(batch, prompts)
         requests = [Request(*each) for each in zip(prompts, itertools.repeat(1), seeds, images)]
         sync = RankSync("generation", remedy="Set tokens_per_generation_batch, or lower max_new_tokens")
@@ -121,4 +121,4 @@ class DistillationTrainer(ReferenceTrainer):
         """What a step is rehearsed on: completions as long as they get."""
         dataset: Any = self.train_dataset
         batch = self.as_ragged(self.data_collator([dataset[row] for row in rows]))
-        return self.training_run.drawn(batch, self.order.place[0])
+        return self.training_run.drawn(batch, self.row_order.place[0])

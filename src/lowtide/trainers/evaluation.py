@@ -120,7 +120,7 @@ def evaluated(trainer: Any, model: nn.Module, loader: DataLoader, *, wanted: boo
     for number, inputs in enumerate(loader):
         trainer.stopping.leave_evaluation()
         batch = trainer.drawn(trainer.as_ragged(inputs), EVALUATION)
-        count = trainer.batches.own_rows(batch)
+        count = trainer.batch_maker.own_rows(batch)
         trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
         if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
             runner.accompany(batch, model)

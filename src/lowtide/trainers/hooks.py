@@ -96,10 +96,10 @@ class LowtideTrainer(Trainer):
         runner.objective = self.own_loss.in_place_of(cast(Any, runner.objective))
         self.predicted_bytes: int | None = None
         self.args = kwargs["args"]
-        self.order, self.batches = self.kind_of_order(self), self.kind_of_batches(self)
+        self.row_order, self.batch_maker = self.kind_of_order(self), self.kind_of_batches(self)
         self.kept_beside: list[KeptBeside] = []
-        self.optimizer_maker, self.steps = OptimizerMaker(self), Steps(self)
-        self.checkpoints, self.resuming, self.stopping = WholeCheckpoints(self), Resuming(self), Stopping(self)
+        self.optimizer_maker, self.step_taker = OptimizerMaker(self), Steps(self)
+        self.checkpoint_writer, self.resuming, self.stopping = WholeCheckpoints(self), Resuming(self), Stopping(self)
         with engines_hidden(self.args):
             super().__init__(callbacks=callbacks, **kwargs)
         self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
@@ -216,14 +216,14 @@ class LowtideTrainer(Trainer):
         return True
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        return self.order.train_sampler(train_dataset, super()._get_train_sampler)
+        return self.row_order.train_sampler(train_dataset, super()._get_train_sampler)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
-        return self.order.eval_sampler(eval_dataset, super()._get_eval_sampler)
+        return self.row_order.eval_sampler(eval_dataset, super()._get_eval_sampler)
 
     def get_train_dataloader(self) -> DataLoader:
         """As the Trainer's; the rows of a step are dealt evenly to ranks, where their lengths are known."""
-        return self.order.train_loader(super().get_train_dataloader)
+        return self.row_order.train_loader(super().get_train_dataloader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As the Trainer's; a stream's rows are counted."""
@@ -235,7 +235,7 @@ class LowtideTrainer(Trainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **more: Any) -> DataLoader:
         theirs = super()._get_dataloader
-        return self.order.loader(
+        return self.row_order.loader(
             lambda rows, size: theirs(rows, description, size, *args, **more),
             dataset,
             batch_size,
@@ -247,18 +247,18 @@ class LowtideTrainer(Trainer):
     ) -> tuple[int, int]:
         start = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, checkpoint, trial)
         return self.resuming.started_at(
-            checkpoint, self.order.resumed_at(checkpoint, start), max_steps, num_train_epochs
+            checkpoint, self.row_order.resumed_at(checkpoint, start), max_steps, num_train_epochs
         )
 
     def _run_epoch(self, **given: Any) -> None:
         resumed = given["epoch"] == given["epochs_trained"]
         taken = given["steps_trained_in_current_epoch"] if resumed else 0
-        self.order.begin_epoch(given["train_dataloader"], given["epoch"], taken)
+        self.row_order.begin_epoch(given["train_dataloader"], given["epoch"], taken)
         super()._run_epoch(**given)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
-        step, taken = self.batches.of_step(itertools.islice(epoch_iterator, num_batches))
+        step, taken = self.batch_maker.of_step(itertools.islice(epoch_iterator, num_batches))
         return ([] if step is None else [None] * (taken - 1) + [step]), None
 
     # -- the step ----------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class LowtideTrainer(Trainer):
         """
         resuming = self.resuming.during_training(resume_from_checkpoint)
         with self._training(), self.stopping.during_training(), resuming as checkpoint:
-            self.checkpoints.last = checkpoint
+            self.checkpoint_writer.last = checkpoint
             return super().train(checkpoint, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -316,7 +316,7 @@ class LowtideTrainer(Trainer):
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
         if inputs is None:
             return torch.zeros((), device=self.args.device)
-        loss = self.steps.gradients(model, inputs)
+        loss = self.step_taker.gradients(model, inputs)
         self.stepped()
         return loss
 
@@ -358,15 +358,15 @@ class LowtideTrainer(Trainer):
     def rehearsed_batch(self, rows: Sequence[int]) -> RaggedBatch:
         """What a step is rehearsed on, of some rows of the training set."""
         dataset: Any = self.train_dataset
-        return self.drawn(self.as_ragged(self.data_collator([dataset[row] for row in rows])), self.order.place[0])
+        return self.drawn(self.as_ragged(self.data_collator([dataset[row] for row in rows])), self.row_order.place[0])
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        with self.steps.named():
+        with self.step_taker.named():
             return self.runner.clip()
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Unknown where gradients are gone before they were all there."""
-        with self.steps.named():
+        with self.step_taker.named():
             return self.runner.gradient_norm() if grad_norm is None else grad_norm
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -380,11 +380,11 @@ class LowtideTrainer(Trainer):
         """6 FLOPs a parameter a real token that this rank computes."""
         if inputs is None:
             return 0
-        return 6 * self.steps.own_tokens(inputs) * self.model.num_parameters(exclude_embeddings=True)
+        return 6 * self.step_taker.own_tokens(inputs) * self.model.num_parameters(exclude_embeddings=True)
 
     def _track_num_input_tokens(self, inputs: RaggedBatch | None) -> None:
         if inputs is not None and self.args.include_num_input_tokens_seen != "no":
-            self.state.num_input_tokens_seen += self.steps.tokens_of_all(inputs)
+            self.state.num_input_tokens_seen += self.step_taker.tokens_of_all(inputs)
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
@@ -439,7 +439,7 @@ class LowtideTrainer(Trainer):
         [scores] over the whole dataset, in its order on one process; these are gathered only if it is there.
         """
         wanted = self.compute_metrics is not None or description == "Prediction"
-        with self.batches.evaluating(dataloader):
+        with self.batch_maker.evaluating(dataloader):
             return evaluated(self, self._evaluation_model(), dataloader, wanted=wanted, prefix=metric_key_prefix)
 
     def predictions(self, wanted: bool, model: nn.Module) -> Predictions:
@@ -463,7 +463,7 @@ class LowtideTrainer(Trainer):
     @property
     def last_checkpoint(self) -> str | None:
         """The checkpoint that this run wrote last, or resumed from."""
-        return self.checkpoints.last
+        return self.checkpoint_writer.last
 
     @property
     def resumption(self) -> Resumption | None:
@@ -485,7 +485,7 @@ class LowtideTrainer(Trainer):
             finally:
                 del self._get_output_dir
 
-        self.checkpoints.save(Path(self._get_output_dir(trial=trial)), write, super()._push_from_checkpoint)
+        self.checkpoint_writer.save(Path(self._get_output_dir(trial=trial)), write, super()._push_from_checkpoint)
         self.stopping.saved_step = self.state.global_step
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -493,7 +493,7 @@ class LowtideTrainer(Trainer):
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
         theirs, run = super()._finalize_training, Path(self._get_output_dir(trial=trial))
-        return self.checkpoints.end(run, lambda: theirs(trial, num_train_samples, start_time))
+        return self.checkpoint_writer.end(run, lambda: theirs(trial, num_train_samples, start_time))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As the Trainer's; what could not be written is said of the folder that it was meant for.
@@ -503,13 +503,13 @@ class LowtideTrainer(Trainer):
         """
         theirs = super().save_model
         with contextlib.nullcontext() if _internal_call else public_call("saving the model"):
-            self.checkpoints.save_model(
+            self.checkpoint_writer.save_model(
                 output_dir, _internal_call, lambda: theirs(output_dir, _internal_call), lambda *args: self._save(*args)
             )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         theirs = super()._save_optimizer_and_scheduler
-        self.checkpoints.save_states(Path(output_dir), lambda: theirs(output_dir))
+        self.checkpoint_writer.save_states(Path(output_dir), lambda: theirs(output_dir))
         for kept in self.kept_beside:
             kept.save(Path(output_dir))
 
@@ -532,7 +532,7 @@ class LowtideTrainer(Trainer):
 
     def run_state(self) -> dict[str, Any]:
         """What steps leave behind beside weights, optimizer and random state; asked of all ranks together."""
-        return {"num_tokens": self.run_log.tokens, **self.runner.state_dict(), "place": self.order.place}
+        return {"num_tokens": self.run_log.tokens, **self.runner.state_dict(), "place": self.row_order.place}
 
     def set_run_state(self, state: dict[str, Any]) -> None:
         """Goes on from there."""

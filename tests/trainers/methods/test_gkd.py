@@ -118,7 +118,7 @@ def test_the_share_of_what_the_student_writes_is_lmbda(tmp_path):
     trainer = distilling(tmp_path, lmbda=0.25, max_new_tokens=1)
     drawn = []
     for number in range(400):
-        trainer.order.place = (0, number)
+        trainer.row_order.place = (0, number)
         drawn.append(trainer._draw_writer() is not None)
     assert 0.18 < sum(drawn) / 400 < 0.32
 

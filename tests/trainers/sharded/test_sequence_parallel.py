@@ -215,7 +215,7 @@ def look_at_ranks(rank: int, folder: str) -> None:
         assert trainer.get_total_train_batch_size(trainer.args) == matrix.BATCH
         assert len(trainer.get_train_dataloader()) == matrix.ROWS // matrix.BATCH
         run = matrix.watched(trainer)
-        whole = trainer.steps.tokens * 2
+        whole = trainer.step_taker.tokens * 2
         assert max(run.forwards) <= whole // 2 + 1  # of a rank's own tokens
 
 

@@ -37,7 +37,7 @@ class WrittenBatches(RowBatches):
 
     def of_step(self, read: Iterable[Any]) -> tuple[RaggedBatch | None, int]:
         trainer, args, parts = self.trainer, self.trainer.options, []
-        windows, order = trainer.windows, trainer.order
+        windows, order = trainer.windows, trainer.row_order
         for rows in read:
             within = order.place[1] % windows.repeats
             if within == 0 or self._window is None:
@@ -66,7 +66,7 @@ class WrittenBatches(RowBatches):
     def _made(self, rows: Sequence[Mapping[str, Any]], group: int) -> Made:
         """Completions of rows, written by the policy as it is, and logged."""
         trainer = self.trainer
-        place, step = trainer.order.place, trainer.state.global_step
+        place, step = trainer.row_order.place, trainer.state.global_step
         first = trainer.args.data_rank * len(rows)
         if self._evaluating is None:
             at = (0, place[0], place[1] // trainer.windows.repeats, first)
@@ -129,7 +129,7 @@ class WrittenBatches(RowBatches):
 
     def save(self, folder: Path) -> None:
         """Writes the window that this rank is in the middle of."""
-        place = self.trainer.order.place
+        place = self.trainer.row_order.place
         if self._window is not None and place[1] % self.trainer.windows.repeats:
             folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
             self._window.rollout.save(self._file(folder), place=list(place))

@@ -55,14 +55,14 @@ class OnlineTrainer(ReferenceTrainer):
 
     options: RolloutOptions
     kind_of_order, kind_of_batches = PromptOrder, WrittenBatches
-    batches: WrittenBatches
+    batch_maker: WrittenBatches
     get_high_entropy_mask = padded_masks.get_high_entropy_mask
     get_off_policy_mask = staticmethod(padded_masks.get_off_policy_mask)
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         padded_masks.check_not_overridden(type(self))
         super().__init__(*positional, **named)
-        self.kept_beside.append(self.batches)
+        self.kept_beside.append(self.batch_maker)
         self.options = cast(RolloutOptions, self.args)
         if self.args.dataloader_num_workers and not hasattr(self.train_dataset, "__len__"):
             logger.warning(f"dataloader_num_workers={self.args.dataloader_num_workers} is set to 0: {READ_HERE}")
@@ -246,8 +246,8 @@ class OnlineTrainer(ReferenceTrainer):
         """Of rows to evaluate on: their completions, written and rewarded."""
         if isinstance(inputs, RaggedBatch) or not isinstance(inputs, list):
             return super().as_ragged(inputs)
-        return self.batches.written(inputs)
+        return self.batch_maker.written(inputs)
 
     def metrics_of(self, sums: dict[str, float]) -> dict[str, float]:
-        metrics, written = super().metrics_of(sums), self.batches.metrics_of_evaluation()
+        metrics, written = super().metrics_of(sums), self.batch_maker.metrics_of_evaluation()
         return metrics if written is None else metrics | super().metrics_of(written[0]) | written[1]

@@ -21,7 +21,7 @@ class Reported(Protocol):
     predicted_bytes: int | None
     optimizer_maker: Any
     resumption: Any
-    steps: Any
+    step_taker: Any
 
     @property
     def method(self) -> Method: ...

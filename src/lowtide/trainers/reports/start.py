@@ -190,7 +190,7 @@ class StartReport(TrainerCallback):
     def memory_report(self) -> dict[str, Any]:
         """Peaks, the rehearsed one too, states by category, `tokens_per_second` and the ledger."""
         trainer = self.trainer
-        seconds = trainer.steps.seconds
+        seconds = trainer.step_taker.seconds
         return {
             "peak_bytes": peak_bytes(trainer.args.device),
             "peak_phase": trainer.peak_phase,
@@ -202,7 +202,7 @@ class StartReport(TrainerCallback):
                 "gradients": self.states.gradients,
                 "optimizer": self.states.optimizer,
             },
-            "tokens_per_second": trainer.steps.tokens / seconds if seconds else None,
+            "tokens_per_second": trainer.step_taker.tokens / seconds if seconds else None,
             "steps": trainer.state.global_step,
             "ledger": trainer.ledger.to_dict() if trainer.ledger else None,
             "device": str(trainer.args.device),

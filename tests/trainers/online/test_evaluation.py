@@ -45,6 +45,15 @@ def test_whatever_is_written_at_a_time(name, tmp_path):
     assert expected["eval_reward"] != 0
 
 
+def test_predict_writes_completions_as_evaluate_does(tmp_path):
+    trainer = online(tmp_path, "GRPO", per_device_eval_batch_size=4, **METHODS["GRPO"])
+    expected = trainer.evaluate(prompts(5))
+    found = trainer.predict(prompts(5)).metrics
+    assert expected["eval_reward"] != 0
+    for name in (*SAME, "eval_loss"):
+        assert found[name.replace("eval_", "test_", 1)] == expected[name]
+
+
 def rank_main(rank: int, folder: str) -> None:
     with rank_of(Path(folder), rank, 2):
         for name in METHODS:

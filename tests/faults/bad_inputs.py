@@ -164,7 +164,7 @@ OPTIONS = {
         "ld_alpha": ("1.5",),
         "discopop_tau": ("0",),
         "ref_model_sync_steps": ("0",),
-        "ref_model_mixup_alpha": ("0", "2"),
+        "ref_model_mixup_alpha": ("-1", "2"),
         "precompute_ref_batch_size": ("0",),
         "f_divergence_type": ("forward",),
         "ref_model_storage": ("disk",),

@@ -128,7 +128,7 @@ def kept(setting: Setting, layers: int, tokens: int) -> int:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    return output.logprobs.sum()
+    return output.scored.sum()
 
 
 def made(setting: Setting, layers: int) -> Any:

@@ -62,7 +62,7 @@ options = DPOOptions(beta=0.5)
 
 for step in range(1, STEPS + 1):
     batch = lay([make_pair(rng) for _ in range(PAIRS)])
-    policy = completions(score(model, batch, Scores(batch.score_index, batch.score_target)).logprobs, batch)
+    policy = completions(score(model, batch, Scores(batch.score_index, batch.score_target)).scored, batch)
     referred = completions(reference(batch), batch)
     lengths = torch.tensor([float(part.length) for part in batch.segments]).view(-1, 3)
     pairs = Pairs(policy[:, 0], policy[:, 1], referred[:, 0], referred[:, 1], lengths[:, 1], lengths[:, 2])

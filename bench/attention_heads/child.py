@@ -53,7 +53,7 @@ def run(groups: int, tokens: int) -> dict[str, Any]:
 
     def step(length: int) -> float:
         row = torch.randint(SHAPE["vocab_size"], (length,), generator=torch.Generator().manual_seed(1))
-        loss = -score(model, RaggedBatch.from_segments([row.tolist()])).logprobs.mean()
+        loss = -score(model, RaggedBatch.from_segments([row.tolist()])).scored.mean()
         loss.backward()
         return loss.item()
 

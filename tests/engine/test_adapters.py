@@ -37,7 +37,7 @@ def dense_gradients(model) -> dict[str, torch.Tensor]:
 
 def engine_gradients(model, accumulate: bool = True) -> dict[str, torch.Tensor]:
     install(model)
-    score(model, RaggedBatch.from_segments(ROWS), accumulate=accumulate).logprobs.sum().backward()
+    score(model, RaggedBatch.from_segments(ROWS), accumulate=accumulate).scored.sum().backward()
     return gradients(model)
 
 
@@ -125,10 +125,10 @@ def test_quantized_layers_compute_alike_in_training_and_evaluation_and_beside_ot
     install(model)
     batch = RaggedBatch.from_segments(ROWS)
     loud = RaggedBatch.from_segments([ROWS[0], *[[n] * 9 for n in range(40)]])  # neighbours of other magnitudes
-    together = score(model.train(), batch).logprobs
-    torch.testing.assert_close(score(model.eval(), batch).logprobs, together, rtol=0, atol=0)
+    together = score(model.train(), batch).scored
+    torch.testing.assert_close(score(model.eval(), batch).scored, together, rtol=0, atol=0)
     first = len(ROWS[0]) - 1
-    torch.testing.assert_close(score(model, loud).logprobs[:first], together[:first], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(score(model, loud).scored[:first], together[:first], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", QUANTIZED.values(), ids=QUANTIZED.keys())

@@ -36,14 +36,14 @@ def test_nothing_outside_of_the_model_is_changed():
 def test_a_model_may_be_prepared_twice_and_copied():
     model, batch = lfm2(), RaggedBatch.from_segments(ROWS)
     install(model)
-    once = score(model, batch).logprobs
+    once = score(model, batch).scored
     install(model)
-    assert torch.equal(score(model, batch).logprobs, once)
+    assert torch.equal(score(model, batch).scored, once)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    assert torch.equal(score(other, batch).logprobs, once)
+    assert torch.equal(score(other, batch).scored, once)
 
 
 def test_without_a_plan_it_is_the_models_own():

@@ -87,8 +87,8 @@ def dense_loss(model: Any, tokens: list[list[int]], labels: list[list[int]]) -> 
 def our_loss(model: Any, batch: RaggedBatch, padding_free: bool) -> Tensor:
     output = score(model, batch, padding_free=padding_free)
     if head_of(model) is TokenClasses:
-        return nn.functional.cross_entropy(output.stats.logits, batch.score_target)
-    return -output.stats.logprobs.mean()
+        return nn.functional.cross_entropy(output.stats["logits"], batch.score_target)
+    return -output.stats["logprobs"].mean()
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -136,9 +136,9 @@ def test_a_masked_head_gives_all_that_a_language_model_does():
     found = score(model, batch, want=want).stats
     logits = [model(input_ids=torch.tensor([each])).logits[0] for each in tokens]
     expected = torch.log_softmax(torch.cat(logits)[batch.score_index], -1)
-    torch.testing.assert_close(found.entropies, -(expected.exp() * expected).sum(-1))
-    torch.testing.assert_close(found.mean_logprobs, expected.mean(-1))
-    assert torch.equal(found.top1, expected.argmax(-1) == batch.score_target)
+    torch.testing.assert_close(found["entropies"], -(expected.exp() * expected).sum(-1))
+    torch.testing.assert_close(found["mean_logprobs"], expected.mean(-1))
+    assert torch.equal(found["top1"], expected.argmax(-1) == batch.score_target)
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -39,7 +39,7 @@ def loss_of(model, rows, in_forward: bool):
     batch = RaggedBatch.from_segments(rows)
     loss = negative_logprob if in_forward else None
     output = score(model, batch, Scores(batch.score_index, batch.score_target, loss=loss, accumulate=True))
-    return output.loss if in_forward else -output.logprobs.sum()
+    return output.loss if in_forward else -output.scored.sum()
 
 
 def test_the_head_of_a_model_is_found():
@@ -61,9 +61,9 @@ def test_a_value_head_gives_values_and_no_log_probs():
     install(model)
     batch = RaggedBatch.from_segments(ROWS, score_rule=LastToken())
     output = score(model, batch)
-    torch.testing.assert_close(output.token_values, expected)
-    assert output.scored is output.token_values
-    assert not hasattr(output, "logprobs")
+    torch.testing.assert_close(output.scored, expected)
+    assert output.scored is output.stats["values"]
+    assert "logprobs" not in output.stats
     with pytest.raises(ValueError, match="log-probs were asked of a LlamaForSequenceClassification, which has no lang"):
         score(model, batch, Scores(batch.score_index, batch.score_target, head=LanguageModel))
 

@@ -41,7 +41,7 @@ def test_all_that_is_read_of_logits_goes_through_the_layers(kind: str) -> None:
     with torch.no_grad():
         read: Any = score(model, batch, padding_free=False, head=NextToken, read=lambda rows, _: rows.T)
         terms, bias = head_terms(head_parts(model), teacher_states(model, batch, padding_free=False))
-    torch.testing.assert_close(read.read.T, logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(read.stats["read"].T, logits, atol=1e-4, rtol=0)
     taught = sum(term.x @ term.weight.T for term in terms) + (0 if bias is None else bias)
     torch.testing.assert_close(taught, logits, atol=1e-4, rtol=0)
 

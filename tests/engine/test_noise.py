@@ -77,7 +77,7 @@ def by_hand(model: PreTrainedModel, batch: RaggedBatch, lengths: list[int]) -> T
 def test_noise_is_scaled_by_the_length_of_the_row(batch, lengths):
     model, plain = noisy(), build()
     torch.manual_seed(1)
-    found = score(model, batch).logprobs
+    found = score(model, batch).scored
     torch.manual_seed(1)
     wanted = by_hand(plain, batch, lengths)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
@@ -85,7 +85,7 @@ def test_noise_is_scaled_by_the_length_of_the_row(batch, lengths):
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], rtol=1e-3, atol=1e-3)
     with torch.no_grad():
-        assert (score(model.eval(), batch).logprobs - found).abs().mean() > 0.1
+        assert (score(model.eval(), batch).scored - found).abs().mean() > 0.1
 
 
 def test_rows_of_one_length_have_the_noise_of_transformers():
@@ -100,7 +100,7 @@ def test_rows_of_one_length_have_the_noise_of_transformers():
     for padding_free in (True, False):
         model = noisy(padding_free)
         torch.manual_seed(1)
-        found = score(model, batch, padding_free=padding_free).logprobs
+        found = score(model, batch, padding_free=padding_free).scored
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -133,4 +133,4 @@ def test_a_prompt_of_several_rows_has_the_length_of_the_longest_row_that_it_begi
 def test_noise_is_off_without_an_alpha():
     model = noisy()
     set_noise(model, None)
-    assert torch.equal(score(model, rows()).logprobs, score(model, rows()).logprobs)
+    assert torch.equal(score(model, rows()).scored, score(model, rows()).scored)

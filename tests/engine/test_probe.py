@@ -44,7 +44,7 @@ def test_a_recurrent_model_is_not_isolated_and_runs_padded():
     assert not probe(model).isolated
     batch = RaggedBatch.from_segments([[5, 6, 7, 8], [9, 10]])
     install(model, padding_free=False)
-    padded = score(model, batch, padding_free=False).logprobs
+    padded = score(model, batch, padding_free=False).scored
     logits = model(input_ids=torch.tensor([[9, 10]])).logits
     torch.testing.assert_close(padded[-1], torch.log_softmax(logits[0, 0], -1)[10])
 

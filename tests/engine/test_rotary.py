@@ -93,7 +93,7 @@ def test_rows_beside_others_are_as_alone(name, padding_free):
     for order in (range(len(rows)), reversed(range(len(rows)))):  # a model may keep what it saw
         order = list(order)
         batch = RaggedBatch.from_segments([rows[number] for number in order])
-        got = score(model, batch, padding_free=padding_free).logprobs
+        got = score(model, batch, padding_free=padding_free).scored
         got.sum().backward()
         parts = dict(zip(order, got.split([len(rows[number]) - 1 for number in order]), strict=True))
         torch.testing.assert_close(torch.cat([parts[n] for n in range(len(rows))]), logprobs, rtol=0, atol=tolerance)
@@ -122,7 +122,7 @@ def test_prompts_are_shared_by_rows_with_one_table(make, completions):
     batch = RaggedBatch.from_segments(
         [prompt, *parts, tokens(30)], [[-100] * 6, *parts, [-100] * 30], prefix=[-1, 0, 0, -1], row=[0, 0, 0, 1]
     )
-    torch.testing.assert_close(score(model, batch).logprobs, wanted, rtol=0, atol=1e-9)
+    torch.testing.assert_close(score(model, batch).scored, wanted, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("make", "completions"), [(longrope, (4, 9)), (dynamic, (9, 10))])

@@ -135,8 +135,8 @@ def found_in(model, batch: RaggedBatch, *, in_forward: bool, mixture: bool) -> d
     if in_forward:
         total = output.loss
     else:
-        slope = torch.linspace(-1, 1, batch.scores, dtype=output.logprobs.dtype)
-        total = (slope * (output.logprobs + 0.5 * output.entropies - output.mean_logprobs)).sum()
+        slope = torch.linspace(-1, 1, batch.scores, dtype=output.scored.dtype)
+        total = (slope * (output.scored + 0.5 * output.stats["entropies"] - output.stats["mean_logprobs"])).sum()
     total = total + 3 * output.aux_loss if mixture else total
     total.backward()
     statistics = {name: value.detach() for name, value in output.items()}
@@ -250,7 +250,7 @@ def sizes(rank: int, rendezvous: str) -> None:
         living = LivingBytes()
         living.model = model
         with living, living.during("layers"):
-            score(model, batch).logprobs.mean().backward()
+            score(model, batch).scored.mean().backward()
         peaks.append(living.most_in_layers)
         model.zero_grad()
     assert peaks[1] < 0.55 * peaks[0]
@@ -270,7 +270,7 @@ def values(rank: int, rendezvous: str) -> None:
     batch = RaggedBatch.from_segments([[5, 6, 7, 8], [9, 10, 11]], score_rule=LastToken())
     alone, model = (preference_models.build(0, kind=kind, num_labels=1, pad_token_id=0) for _ in range(2))
     assert split_over(model, together) == ""
-    expected, found = (score(each, batch).token_values for each in (alone, model))
+    expected, found = (score(each, batch).scored for each in (alone, model))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     for each, output in ((alone, expected), (model, found)):
         (output * torch.tensor([1.0, -3.0])).sum().backward()
@@ -291,11 +291,11 @@ def chance(rank: int, rendezvous: str) -> None:
     install(model)
     split_over(model, together)
     batch, before = separate(), torch.get_rng_state()
-    first, second = score(model, batch).logprobs, score(model, batch).logprobs
+    first, second = score(model, batch).scored, score(model, batch).scored
     after = torch.get_rng_state()
     assert not torch.equal(first, second)
     torch.set_rng_state(before)
-    assert torch.equal(score(model, batch).logprobs, first)  # as a step that is repeated
+    assert torch.equal(score(model, batch).scored, first)  # as a step that is repeated
     drawn: list = [None, None]
     with together.own_random(torch.device("cpu")):
         dist.all_gather_object(drawn, torch.rand(3).tolist())

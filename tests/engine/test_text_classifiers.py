@@ -90,7 +90,7 @@ def check_alike(family: str, second: list[int] | None = None) -> None:
 
     install(model, padding_free=family in RAGGED)
     output = score(model, batch_of(model, second), padding_free=family in RAGGED)
-    found = nn.functional.cross_entropy(output.stats.logits, labels)
+    found = nn.functional.cross_entropy(output.stats["logits"], labels)
 
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     ours = gradients(model, found)
@@ -138,8 +138,8 @@ def test_a_reward_models_value_is_read_as_a_label():
     model = build("llama", labels=1)
     install(model)
     batch = batch_of(model)
-    values = score(model, batch).stats.values
-    logits = score(model, batch, Scores(batch.score_index, batch.score_target, head=SequenceClasses)).stats.logits
+    values = score(model, batch).stats["values"]
+    logits = score(model, batch, Scores(batch.score_index, batch.score_target, head=SequenceClasses)).stats["logits"]
     torch.testing.assert_close(logits[:, 0], values)
 
 
@@ -149,7 +149,7 @@ def test_padding_at_the_end_is_passed_over_as_by_transformers():
     expected = model(input_ids=torch.tensor([tokens])).logits
     install(model)
     batch = RaggedBatch.from_segments([tokens], score_rule=SequenceClasses.score_rule(model))
-    torch.testing.assert_close(score(model, batch).stats.logits, expected)
+    torch.testing.assert_close(score(model, batch).stats["logits"], expected)
 
 
 def test_a_mean_needs_whole_texts():

@@ -101,7 +101,7 @@ def assert_exact(
     wanted_gradients = gradients(model, wanted @ weights)
 
     prepare(model)
-    got = score(model, case.batch, padding_free=padding_free).logprobs
+    got = score(model, case.batch, padding_free=padding_free).scored
 
     assert got is not None
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=0)

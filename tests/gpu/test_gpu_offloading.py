@@ -35,11 +35,11 @@ def test_the_same_bits_and_a_lower_peak(checkpointing, peak_above_start):
         model.gradient_checkpointing_enable(checkpointing)
 
     def step():
-        (-score(model, tokens).logprobs.mean()).backward()
+        (-score(model, tokens).scored.mean()).backward()
 
     def offloaded_step():
         with offload.around():
-            loss = -score(model, tokens).logprobs.mean()
+            loss = -score(model, tokens).scored.mean()
         loss.backward()
 
     offload = ActivationOffload(model, CUDA)
@@ -61,7 +61,7 @@ def test_host_memory_is_bounded():
     model = build()
     offload = ActivationOffload(model, CUDA, max_host_bytes=32 << 20)
     with offload.around():
-        loss = -score(model, batch()).logprobs.mean()
+        loss = -score(model, batch()).scored.mean()
     assert 0 < offload.offloaded_bytes <= 32 << 20
     loss.backward()
     assert offload.offloaded_bytes == 0

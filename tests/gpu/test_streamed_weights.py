@@ -56,7 +56,7 @@ def test_the_same_bits_and_a_lower_peak(checkpointing, peak_above_start):
 
         def step(model=model, around=around):
             with around():
-                loss = -score(model, tokens).logprobs.mean()
+                loss = -score(model, tokens).scored.mean()
             loss.backward()
 
         step()

@@ -42,7 +42,7 @@ def test_the_same_bits_and_a_lower_peak(peak_above_start):
         def step(model=model, stream=stream, steps=steps, optimizer=optimizer):
             with steps.armed():
                 with torch.enable_grad() if stream is None else stream.store.around():
-                    loss = -score(model, tokens).logprobs.mean()
+                    loss = -score(model, tokens).scored.mean()
                 loss.backward()
             optimizer.step()
 

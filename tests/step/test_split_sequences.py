@@ -53,7 +53,7 @@ def texts() -> list[dict]:
 def own_loss(model, part: RaggedBatch, counts, totals: Totals):
     """A loss with a forward of its own, which is padded and runs on each rank whole."""
     output = score(model, part, padding_free=False)
-    output.loss = -output.logprobs.sum() / counts["scores"]
+    output.loss = -output.scored.sum() / counts["scores"]
     return output
 
 

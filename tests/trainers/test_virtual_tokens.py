@@ -37,16 +37,16 @@ def test_values_and_gradients_are_those_of_the_plain_forward(config):
     trained = [p for p in model.parameters() if p.requires_grad]
     expected = torch.autograd.grad(wanted.mean(), trained)
     install(model, padding_free=False)
-    found = score(model, batch, padding_free=False).logprobs
+    found = score(model, batch, padding_free=False).scored
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
     for got, each in zip(torch.autograd.grad(found.mean(), trained), expected, strict=True):
         torch.testing.assert_close(got, each, rtol=1e-3, atol=1e-6)
         assert each.abs().max() > 0
     with model.disable_adapter():
-        off = score(model, batch, padding_free=False).logprobs
+        off = score(model, batch, padding_free=False).scored
     plain = build("SFT", 64)
     install(plain)
-    torch.testing.assert_close(off, score(plain, batch).logprobs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(off, score(plain, batch).scored, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO"])

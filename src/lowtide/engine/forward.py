@@ -29,7 +29,7 @@ from lowtide.engine.encoder_decoder import install_pairs, padded_pairs, places_i
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import ScoreOutput, Scores, body
 from lowtide.engine.heads.install import install_head
-from lowtide.engine.heads.next_token import NextToken
+from lowtide.engine.heads.next_token import READ, NextToken
 from lowtide.engine.images import image_inputs, shown_images
 from lowtide.engine.linear import install_linear
 from lowtide.engine.noise import noisy_embeddings
@@ -299,8 +299,8 @@ def read_next(
     with computing(model), planned_inputs(token_ids, plan, axes=axes) as inputs:
         inputs |= shown_images(images, token_ids.device)
         if stage is None:
-            return model(**inputs, scores=scores).read
-        return stage.run_through(lambda: model(**inputs, scores=scores), len(token_ids), token_ids.device).read
+            return model(**inputs, scores=scores).stats[READ]
+        return stage.run_through(lambda: model(**inputs, scores=scores), len(token_ids), token_ids.device).stats[READ]
 
 
 def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lowtide.compat.transformers import attends_both_ways
 from lowtide.engine.forward import causal_model, embedding_weight, score
 from lowtide.engine.heads import head_of
+from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.images import TYPES
 from lowtide.engine.probe import TOLERANCE, inference
 from lowtide.engine.vision import position_rule
@@ -131,7 +132,7 @@ class ImageProof:
         }
         logits = model(**given, use_cache=False, **more).logits
         stats = self.head.dense_stats(logits, index, self.batch.score_target[scored], kept)
-        return self.head.output_of(stats).scored
+        return ScoreOutput(stats=stats).scored
 
 
 def _said(error: Exception) -> str:

@@ -33,7 +33,7 @@ from lowtide.engine.forward import (
     vocabulary,
 )
 from lowtide.engine.heads import head_of
-from lowtide.engine.heads.head import Head, Scores
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores
 from lowtide.engine.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.engine.weights.split_vocabulary import whole_vocabulary
@@ -298,7 +298,7 @@ def _dense(model: nn.Module, head: type[Head], batch: RaggedBatch) -> Tensor:
             given = {"input_ids": batch.token_ids[None, source.start : source.stop], "decoder_input_ids": ids}
         logits = model(**given, use_cache=False).logits
         stats = head.dense_stats(logits, batch.score_index[own] - part.start, batch.score_target[own], part.length)
-        found.append(head.output_of(stats).scored)
+        found.append(ScoreOutput(stats=stats).scored)
     return torch.cat(found)
 
 

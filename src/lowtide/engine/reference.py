@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from lowtide.engine.adapters import adapter_of, adapters_off
 from lowtide.engine.forward import causal_model, embedding_weight, install, score_shared
-from lowtide.engine.heads.head import Head, Scores, TeacherStates
+from lowtide.engine.heads.head import HIDDEN, STATES, Head, Scores, TeacherStates
 from lowtide.engine.heads.head_parts import head_parts, projection_of
 from lowtide.engine.heads.hidden_states import HiddenStates
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.engine.stage import HiddenOutput, stage_of
+from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.merging import Weights, effective_weights
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
@@ -206,8 +206,8 @@ def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool, 
     """
     with _in_evaluation(model):
         scores = Scores(batch.score_index, batch.score_target, head=HiddenStates, placed=placed)
-        found: Any = score_shared(model, batch, scores, padding_free=padding_free)
-    return found.hidden.new_empty(batch.scores, 0) if isinstance(found, HiddenOutput) else found.states
+        found = score_shared(model, batch, scores, padding_free=padding_free).stats
+    return found[STATES] if STATES in found else found[HIDDEN].new_empty(batch.scores, 0)
 
 
 def teaching(model: nn.Module, states: Tensor) -> TeacherStates | None:

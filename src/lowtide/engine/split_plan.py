@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores
 from lowtide.ops.attention_plan import AttentionPlan
 from lowtide.ops.chained_attention import chained_attention
 from lowtide.ops.piece_keys import PieceKeys
@@ -163,28 +163,28 @@ class SplitPlan:
 
     # -- scores ------------------------------------------------------------------------------------------------------
 
-    def scored(self, scores: Scores, read: Callable[[Scores], ScoreOutput]) -> ScoreOutput:
+    def scored(self, scores: Scores, read: Callable[[Scores], ScoreOutput], head: type[Head]) -> ScoreOutput:
         """What a head gives for all scores, each of them read on the rank that has its hidden state.
 
         Args:
             scores: with places among all tokens.
             read: from scores with places among this rank's tokens to what the head gives.
+            head: that does.
         """
         place, own = self.held(scores)
         # A loss that is added up over ranks has its gradient once for each (`SequenceParallel.summed`).
         found = read(replace(own, grad_scale=scores.grad_scale * self.sequence.size))
         if found.stays and not scores.placed:
             return found
-        for name, value in list(found.items()):
+        stats = dict(found.stats)
+        for name, value in found.stats.items():
             if found.stays:
-                found[name] = value.new_zeros(len(scores.index), *value.shape[1:]).index_copy(0, place, value)
-            elif name == "loss":
-                found[name] = self.sequence.summed(value)
-            elif name in found.of_tokens:
-                (found[name],) = self.of_all_tokens([value])
-            elif name not in found.of_all_scores:
-                found[name] = self._placed(value, place, len(scores.index))
-        return found
+                stats[name] = value.new_zeros(len(scores.index), *value.shape[1:]).index_copy(0, place, value)
+            elif name in head.of_tokens:
+                (stats[name],) = self.of_all_tokens([value])
+            elif name not in head.of_all_scores:
+                stats[name] = self._placed(value, place, len(scores.index))
+        return ScoreOutput(None if found.loss is None else self.sequence.summed(found.loss), stats)
 
     def held(self, scores: Scores) -> tuple[Int[Tensor, " held"], Scores]:
         """The numbers of the scores whose hidden states this rank has, and these with places among its own tokens."""

@@ -15,29 +15,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.utils.generic import ModelOutput
 
-from lowtide.engine.heads.head import ScoreOutput
+from lowtide.engine.heads.head import HIDDEN, ScoreOutput
 from lowtide.ranks.pipeline import Pipeline
 
 STAGE = "_lowtide_stage"
 """The attribute of a transformers model in which its stage stands."""
-
-
-@dataclass
-class HiddenOutput(ScoreOutput):
-    """What the forward of a stage gives whose rank has no head."""
-
-    hidden: Tensor
-    """[1, tokens, hidden]: what the next rank goes on with."""
-    loss: Tensor | None = None
-    entropies: Tensor | None = None
-    top1: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-    @property
-    def scored(self) -> Tensor:
-        raise AssertionError("scores are read on the last rank of a pipeline")
 
 
 @dataclass(eq=False)
@@ -80,7 +63,7 @@ class Stage:
         finally:
             self.entered, self.arrived = before
 
-    def run_through(self, forward: Callable[[], Any], tokens: int, device: torch.device) -> Any:
+    def run_through(self, forward: Callable[[], ScoreOutput], tokens: int, device: torch.device) -> ScoreOutput:
         """A forward without gradients through all ranks, which call this together; what the last one gives, or of an
         output that stays there what each has itself.
 
@@ -93,16 +76,9 @@ class Stage:
         with self.enter(arrived):
             output = forward()
         if not self.pipeline.is_last:
-            self.pipeline.exchange(self.pipeline.sending(output.hidden, ahead=True))
-        found = None if output.stays else (type(output), _moved(output, torch.device("cpu")))
-        if (told := self.pipeline.told(found)) is None:
-            return output
-        kind, values = told
-        return kind(**_moved(values, device))
-
-
-def _moved(output: ModelOutput | dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in output.items()}
+            self.pipeline.exchange(self.pipeline.sending(output.stats[HIDDEN], ahead=True))
+        told = self.pipeline.told(None if output.stays else output.map(Tensor.cpu))
+        return output if told is None else told.map(lambda value: value.to(device))
 
 
 def stage_of(model: nn.Module) -> Stage | None:

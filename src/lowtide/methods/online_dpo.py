@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lowtide.data.batches.values import BETA, DECIDED, LENGTHS, PREFERENCE, REWARD
+from lowtide.engine.heads.head import Stats
 from lowtide.methods.completions import completion_segments, segment_sums
 from lowtide.methods.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.method import Method, RowObjective
@@ -29,7 +30,7 @@ from lowtide.objectives.advantages import above_smallest, summed_up, weighted
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.preference import LOSSES, Pairs
 from lowtide.ops.float64 import to_float64
-from lowtide.ops.linear_logprobs import TokenStats, Want
+from lowtide.ops.linear_logprobs import Want
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, option
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.rollout import Rollout
@@ -198,7 +199,7 @@ class PairSettings:
 
 def read_written_pairs(
     batch: RaggedBatch,
-    stats: TokenStats,
+    stats: Stats,
     reference: Float[Tensor, " scores"] | None,
     *,
     ld_alpha: float | None = None,
@@ -213,7 +214,7 @@ def read_written_pairs(
     one = torch.ones_like(read.chosen_tokens)  # IPO compares sums here, as TRL does, and no means over tokens
     pairs = Pairs(read.chosen, read.rejected, read.ref_chosen, read.ref_rejected, one, one)
     chosen, rejected = completion_segments(batch, 2)
-    logprobs = segment_sums(stats.logprobs.detach(), batch)
+    logprobs = segment_sums(stats["logprobs"].detach(), batch)
     divergence = logprobs - segment_sums(reference, batch)
     tokens = segment_sums(torch.ones_like(reference), batch)
     beta = batch.row_values[BETA].to(logprobs.dtype)

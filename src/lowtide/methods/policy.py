@@ -7,28 +7,29 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.data.batches.values import ADVANTAGE, CORRECTION, KEPT, LOG_CORRECTION, OLD, SAMPLED, WINDOW_TOKENS
+from lowtide.engine.heads.head import Stats
 from lowtide.methods.completions import row_sums
 from lowtide.objectives.outcome import Counts
 from lowtide.objectives.policy_gradient import Written
-from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
 
 
-def read_written(batch: RaggedBatch, stats: TokenStats, reference: Float[Tensor, " scores"] | None) -> Written:
+def read_written(batch: RaggedBatch, stats: Stats, reference: Float[Tensor, " scores"] | None) -> Written:
     """The tokens of a batch whose rows are completions."""
     completion = batch.row[batch.score_segment]
     values = batch.score_values
-    old = values.get(OLD, stats.logprobs.detach())
+    logprobs = stats["logprobs"]
+    old = values.get(OLD, logprobs.detach())
     return Written(
-        logprobs=stats.logprobs,
+        logprobs=logprobs,
         old=old,
         advantages=batch.row_values[ADVANTAGE].to(old.dtype)[completion],
         completion=completion,
-        lengths=row_sums(torch.ones_like(stats.logprobs.detach()), batch),
+        lengths=row_sums(torch.ones_like(logprobs.detach()), batch),
         window_tokens=batch.row_values[WINDOW_TOKENS].to(old.dtype)[completion],
         sampled=values.get(SAMPLED, old),
         reference=reference,
-        entropies=stats.entropies,
+        entropies=stats.get("entropies"),
         kept=values.get(KEPT),
         correction=values.get(CORRECTION),
         log_correction=batch.row_values.get(LOG_CORRECTION),

@@ -20,8 +20,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lowtide.data.batches.values import KEPT, OLD, REFERENCE, RETURN, TOKEN_ADVANTAGE, VALUE
-from lowtide.engine.heads.token_value import TokenValue, ValuedTokens, WithValues
-from lowtide.engine.heads.value import TokenValues
+from lowtide.engine.heads.head import Stats
+from lowtide.engine.heads.token_value import TokenValue, WithValues
+from lowtide.engine.heads.value import VALUES
 from lowtide.methods.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import VisionOptions
@@ -41,7 +42,7 @@ from lowtide.objectives.ppo import (
     whitened,
 )
 from lowtide.ops.float64 import to_float64
-from lowtide.ops.linear_logprobs import TokenStats, Want
+from lowtide.ops.linear_logprobs import Want
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, option
 from lowtide.ragged import RaggedBatch
 
@@ -215,20 +216,22 @@ class ActedAndExpected:
     expected: Expected
 
 
-def read_acted(batch: RaggedBatch, stats: TokenStats, reference: Tensor | None = None) -> Acted:
+def read_acted(batch: RaggedBatch, stats: Stats, reference: Tensor | None = None) -> Acted:
     """The tokens of a batch whose rows are completions."""
-    old, advantages = (batch.score_values[name].to(stats.logprobs.dtype) for name in (OLD, TOKEN_ADVANTAGE))
-    return Acted(stats.logprobs, old, advantages, batch.score_values[KEPT].bool(), stats.entropies)
+    logprobs = stats["logprobs"]
+    old, advantages = (batch.score_values[name].to(logprobs.dtype) for name in (OLD, TOKEN_ADVANTAGE))
+    return Acted(logprobs, old, advantages, batch.score_values[KEPT].bool(), stats.get("entropies"))
 
 
-def read_expected(batch: RaggedBatch, stats: TokenValues | ValuedTokens, reference: Tensor | None = None) -> Expected:
+def read_expected(batch: RaggedBatch, stats: Stats, reference: Tensor | None = None) -> Expected:
     """Likewise, what was expected before them."""
-    old, returns = (batch.score_values[name].to(stats.values.dtype) for name in (VALUE, RETURN))
-    return Expected(stats.values, old, returns, batch.score_values[KEPT].bool())
+    values = stats[VALUES]
+    old, returns = (batch.score_values[name].to(values.dtype) for name in (VALUE, RETURN))
+    return Expected(values, old, returns, batch.score_values[KEPT].bool())
 
 
-def read_both(batch: RaggedBatch, stats: ValuedTokens, reference: Tensor | None = None) -> ActedAndExpected:
-    return ActedAndExpected(read_acted(batch, stats.tokens), read_expected(batch, stats))
+def read_both(batch: RaggedBatch, stats: Stats, reference: Tensor | None = None) -> ActedAndExpected:
+    return ActedAndExpected(read_acted(batch, stats), read_expected(batch, stats))
 
 
 def policy_loss(acted: Acted, counts: Counts, *, options: PPOOptions) -> Outcome:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.data.batches.values import LENGTHS
+from lowtide.engine.heads.head import Stats
 from lowtide.methods.completions import (
     completion_segments,
     in_completion,
@@ -23,7 +24,7 @@ from lowtide.methods.method import RowObjective
 from lowtide.methods.options import CompletionOptions
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.preference import Pairs
-from lowtide.ops.linear_logprobs import TokenStats, Want
+from lowtide.ops.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 
 
@@ -45,7 +46,7 @@ class ReadPairs(Pairs):
 
 def read_pairs(
     batch: RaggedBatch,
-    stats: TokenStats,
+    stats: Stats,
     reference: Float[Tensor, " scores"] | None,
     *,
     ld_alpha: float | None = None,
@@ -59,7 +60,8 @@ def read_pairs(
         weighted: also WPO's weights (arXiv 2406.11827, equation 2); wants `collisions`.
     """
     chosen, rejected = completion_segments(batch, 2)
-    counted = in_completion(batch, stats.logprobs)
+    logprobs = stats["logprobs"]
+    counted = in_completion(batch, logprobs)
     scored = segment_sums(counted, batch)
     use = counted
     if ld_alpha is not None:
@@ -67,14 +69,13 @@ def read_pairs(
         shorter[chosen] = shorter[rejected] = torch.minimum(scored[chosen], scored[rejected])
         beyond = place_in_segment(counted, batch) >= shorter[batch.score_segment]
         use = torch.where(beyond, ld_alpha * counted, counted)
-    policy = segment_sums(stats.logprobs * use, batch)
+    policy = segment_sums(logprobs * use, batch)
     referred = torch.zeros_like(policy) if reference is None else segment_sums(reference * use, batch)
     of_chosen = batch.score_segment != rejected[batch.row[batch.score_segment]]
-    top1 = None if stats.top1 is None else segment_sums(stats.top1 * counted, batch)[chosen]
+    top1 = segment_sums(stats["top1"] * counted, batch)[chosen] if "top1" in stats else None
     weights = None
     if weighted:
-        assert stats.collisions is not None, "WPO's weights want collisions"
-        aligned = segment_sums((stats.logprobs.detach() - stats.collisions) * counted, batch) / scored.clamp(min=1)
+        aligned = segment_sums((logprobs.detach() - stats["collisions"]) * counted, batch) / scored.clamp(min=1)
         weights = torch.exp(aligned[chosen] + aligned[rejected])
     lengths = batch.row_values[LENGTHS].to(policy.dtype)
     return ReadPairs(
@@ -86,7 +87,7 @@ def read_pairs(
         rejected_tokens=lengths[:, 1],
         chosen_scored=scored[chosen],
         rejected_scored=scored[rejected],
-        nll=row_sums(-stats.logprobs * of_chosen, batch),
+        nll=row_sums(-logprobs * of_chosen, batch),
         nll_tokens=row_sums(of_chosen.to(policy.dtype), batch),
         top1=top1,
         weights=weights,

@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.masking import Masking
-from lowtide.engine.heads.replaced_tokens import ReplacedStats, ReplacedTokens
+from lowtide.engine.heads.head import Stats
+from lowtide.engine.heads.replaced_tokens import ReplacedTokens
 from lowtide.methods.masked_lm import MaskedLMOptions, MaskedTexts
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.paper import Paper
@@ -87,11 +88,12 @@ class Detections:
     present: Bool[Tensor, " positions"]
 
 
-def read_detections(batch: RaggedBatch, stats: ReplacedStats, reference: Tensor | None) -> Detections:
+def read_detections(batch: RaggedBatch, stats: Stats, reference: Tensor | None) -> Detections:
     """The losses of each masked token, and of each token."""
-    lost = detection_nll(stats.logits, stats.replaced).masked_fill(~stats.present, 0)
-    right = ((stats.logits > 0) == stats.replaced) & stats.present
-    return Detections(-stats.logprobs, lost, right, stats.replaced, stats.present)
+    logits, replaced, present = stats["all_logits"], stats["replaced"], stats["present"]
+    lost = detection_nll(logits, replaced).masked_fill(~present, 0)
+    right = ((logits > 0) == replaced) & present
+    return Detections(-stats["logprobs"], lost, right, replaced, present)
 
 
 def loss(found: Detections, counts: Counts, *, weight: float, metrics: bool) -> Outcome:

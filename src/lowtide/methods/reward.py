@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lowtide.engine.heads.value import TokenValues, Value
+from lowtide.engine.heads.head import Stats
+from lowtide.engine.heads.value import VALUES, Value
 from lowtide.methods.completions import completion_segments
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.options import VisionOptions
@@ -59,10 +60,10 @@ class Rewards:
     margin: Float[Tensor, " pairs"] | None
 
 
-def read_rewards(batch: RaggedBatch, stats: TokenValues, reference: Tensor | None) -> Rewards:
+def read_rewards(batch: RaggedBatch, stats: Stats, reference: Tensor | None) -> Rewards:
     """The values of the two completions of each row."""
     chosen, rejected = completion_segments(batch, 2)
-    values = stats.values.new_zeros(len(batch.segments)).index_add(0, batch.score_segment, stats.values)
+    values = stats[VALUES].new_zeros(len(batch.segments)).index_add(0, batch.score_segment, stats[VALUES])
     return Rewards(values[chosen], values[rejected], batch.row_values.get(MARGIN))
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowtide.data.batches.values import LABEL
 from lowtide.data.formats.labelled import MULTIPLE, PROBLEMS, REGRESSION, SINGLE
-from lowtide.engine.heads.classes import ClassStats, SequenceClasses
-from lowtide.engine.heads.head import ScoreOutput
+from lowtide.engine.heads.classes import LOGITS, SequenceClasses
+from lowtide.engine.heads.head import ScoreOutput, Stats
 from lowtide.methods.class_weights import WeightedClasses, class_weights
 from lowtide.methods.method import Labels, Method, RowObjective
 from lowtide.methods.options import TaskLength
@@ -94,9 +94,9 @@ class LabelScores:
     """[rows]: classes; or [rows, labels]: 1 for those that hold, or the values to be predicted."""
 
 
-def read_labels(batch: RaggedBatch, stats: ClassStats, reference: Tensor | None) -> LabelScores:
+def read_labels(batch: RaggedBatch, stats: Stats, reference: Tensor | None) -> LabelScores:
     """The logits of each row."""
-    return LabelScores(stats.logits, batch.row_values[LABEL][batch.row[batch.score_segment]])
+    return LabelScores(stats[LOGITS], batch.row_values[LABEL][batch.row[batch.score_segment]])
 
 
 Loss = Callable[..., Outcome]
@@ -167,7 +167,7 @@ class ClassFindings:
 
     def keep(self, batch: RaggedBatch, output: ScoreOutput) -> Mapping[str, np.ndarray]:
         """The classes, or values, of each row, right ones and predicted ones."""
-        target, found = batch.row_values[LABEL], output.predictions
+        target, found = batch.row_values[LABEL], output.stats[LOGITS]
         if self.problem == SINGLE:
             found = found.argmax(-1)
         if self.problem == MULTIPLE:

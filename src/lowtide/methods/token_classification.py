@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowtide.data.batches.values import DOCUMENT, WORDS
-from lowtide.engine.heads.classes import ClassStats, TokenClasses
-from lowtide.engine.heads.head import ScoreOutput
+from lowtide.engine.heads.classes import LOGITS, TokenClasses
+from lowtide.engine.heads.head import ScoreOutput, Stats
 from lowtide.methods.class_weights import WeightedClasses, class_weights
 from lowtide.methods.method import Labels, Method, RowObjective
 from lowtide.methods.options import TaskLength
@@ -80,9 +80,9 @@ class TagScores:
     target: Int[Tensor, " scores"]
 
 
-def read_tags(batch: RaggedBatch, stats: ClassStats, reference: Tensor | None) -> TagScores:
+def read_tags(batch: RaggedBatch, stats: Stats, reference: Tensor | None) -> TagScores:
     """The logits of labels at the scored tokens."""
-    return TagScores(stats.logits, batch.score_target)
+    return TagScores(stats[LOGITS], batch.score_target)
 
 
 def loss(scores: TagScores, counts: Counts, *, weights: Tensor | None, smoothing: float) -> Outcome:
@@ -129,7 +129,12 @@ class EntityFindings:
         document = batch.row_values[DOCUMENT][batch.row[batch.score_segment]]
         word = batch.score_values[WORDS]
         first = word >= 0
-        columns = {"document": document, "word": word, "target": batch.score_target, "found": output.predictions}
+        columns = {
+            "document": document,
+            "word": word,
+            "target": batch.score_target,
+            "found": TokenClasses.predictions(output),
+        }
         return {name: each[first].cpu().numpy().astype(np.int32) for name, each in columns.items()}
 
     def metrics(self, kept: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -11,12 +11,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from lowtide.engine.heads.head import Stats
 from lowtide.methods.completions import completion_segments, in_completion, segment_sums
 from lowtide.methods.method import RowObjective
 from lowtide.methods.options import CompletionOptions, ReferenceOptions, VisionOptions, zeros
 from lowtide.objectives.kto import Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
-from lowtide.ops.linear_logprobs import TokenStats, Want
+from lowtide.ops.linear_logprobs import Want
 from lowtide.option import NOT_NEGATIVE, option
 from lowtide.ragged import RaggedBatch
 
@@ -41,12 +42,13 @@ class UnpairedOptions(CompletionOptions, ReferenceOptions, VisionOptions):
         self.check_reference()
 
 
-def read_unpaired(batch: RaggedBatch, stats: TokenStats, reference: Float[Tensor, " scores"] | None) -> Unpaired:
+def read_unpaired(batch: RaggedBatch, stats: Stats, reference: Float[Tensor, " scores"] | None) -> Unpaired:
     """Sums over the completion of each row."""
     assert reference is not None
     (completions,) = completion_segments(batch, 1)
-    counted = in_completion(batch, stats.logprobs)
-    policy, referred = (segment_sums(values * counted, batch) for values in (stats.logprobs, reference))
+    logprobs = stats["logprobs"]
+    counted = in_completion(batch, logprobs)
+    policy, referred = (segment_sums(values * counted, batch) for values in (logprobs, reference))
     return Unpaired(policy[completions], referred[completions], batch.row_values[LABEL].bool())
 
 

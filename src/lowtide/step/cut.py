@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowtide.compat.torch import FakeTensor
+from lowtide.engine.heads.head import ScoreOutput
 from lowtide.ops.piece_keys import KeyPlace, PieceKeys
 from lowtide.ragged import RaggedBatch, Segment, arranged, sent
 from lowtide.step_plan import LEAST, Limits, MicroBatch, PiecePlan, Span, cut_rows, plan_pieces
@@ -87,21 +87,14 @@ class Part:
         order = torch.cat([piece.scores for piece in self.pieces if piece.scores is not None])
         return torch.empty_like(joined).index_copy_(0, order.to(joined.device), joined)
 
-    def joined(self, outputs: Sequence[Any]) -> Any:
+    def joined(self, outputs: Sequence[ScoreOutput]) -> ScoreOutput:
         """The output of the micro-batch from those of its pieces: statistics in the order of its scores, losses added
         up."""
         if len(self.pieces) == 1:
             return outputs[0]
-        values: dict[str, Any] = {}
-        for each in fields(outputs[0]):
-            parts = [getattr(output, each.name) for output in outputs]
-            if parts[0] is None:
-                values[each.name] = None
-            elif each.name == "loss":
-                values[each.name] = torch.stack(parts).sum()
-            else:
-                values[each.name] = self.in_order(parts)
-        return type(outputs[0])(**values)
+        losses = [output.loss for output in outputs if output.loss is not None]
+        stats = {name: self.in_order([output.stats[name] for output in outputs]) for name in outputs[0].stats}
+        return ScoreOutput(torch.stack(losses).sum() if losses else None, stats)
 
     def with_values(self, name: str, values: Tensor) -> Part:
         """With another value of each score."""

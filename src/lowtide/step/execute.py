@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class Execution:
         if key in self._slopes:
             found = self._slopes[key].product(output, part.pieces[act.piece].scores)
         elif self.plan.loss_over == "step":
-            found = output.nothing * 0.0
+            found = output.nothing
         else:
             found = loss.of_output(part.read(act.piece), output, referred)
         if output.aux_loss is not None:
@@ -192,7 +192,7 @@ class Execution:
         """
         key, part = (act.part, act.term), self.parts[act.part]
         outputs = self._outputs.setdefault(act.part, [])
-        outputs.append(output if output is None or len(part.pieces) == 1 else detached(output))
+        outputs.append(output if output is None or len(part.pieces) == 1 else output.map(Tensor.detach))
         if len(outputs) < len(part.pieces):
             return
         del self._outputs[act.part]
@@ -255,9 +255,3 @@ def schedules(acts: Sequence[Act]) -> Iterator[Sequence[Act]]:
     for term, group in itertools.groupby(acts, lambda act: act.term if type(act) is Train else None):
         found = list(group)
         yield from [found] if term is not None else [[act] for act in found]
-
-
-def detached(output: Any) -> Any:
-    """An output without its graph."""
-    values = {each.name: getattr(output, each.name) for each in fields(output)}
-    return type(output)(**{name: None if value is None else value.detach() for name, value in values.items()})

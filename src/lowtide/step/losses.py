@@ -36,12 +36,7 @@ class Slopes:
     @classmethod
     def leaves(cls, output: ScoreOutput) -> dict[str, Tensor]:
         """The statistics of an output that gradients may be of, which want them from now on."""
-        found = {each.name: getattr(output, each.name) for each in fields(output)}  # type: ignore[arg-type]
-        return {
-            name: value.requires_grad_()
-            for name, value in found.items()
-            if isinstance(value, Tensor) and value.is_floating_point() and name not in ("loss", "aux_loss")
-        }
+        return {name: each.requires_grad_() for name, each in output.stats.items() if each.is_floating_point()}
 
     def product(self, output: ScoreOutput, places: Tensor | None) -> Tensor:
         """The product of slopes and statistics, whose gradient is the loss's.
@@ -49,8 +44,8 @@ class Slopes:
         Args:
             places: of the output's scores among those of the slopes; None where they are the same.
         """
-        terms = [(getattr(output, name) * _at(slope, places)).sum() for name, slope in self.of.items()]
-        return torch.stack(terms).sum() if terms else output.nothing * 0.0
+        terms = [(output.stats[name] * _at(slope, places)).sum() for name, slope in self.of.items()]
+        return torch.stack(terms).sum() if terms else output.nothing
 
 
 def _at(values: Tensor, places: Tensor | None) -> Tensor:

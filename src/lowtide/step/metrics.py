@@ -48,12 +48,12 @@ class Totals:
         """What one micro-batch adds to the metrics; one without scores adds nothing."""
         if batch.scores == 0:
             return
-        if output.entropies is not None:
-            self.add_mean("entropy", output.entropies.sum(), batch.scores)
+        if "entropies" in output.stats:
+            self.add_mean("entropy", output.stats["entropies"].sum(), batch.scores)
         if output.aux_loss is not None:
             self.add_mean("aux_loss", output.aux_loss * batch.tokens, batch.tokens)
-        if output.loss is not None and output.top1 is not None:
-            self.add_mean("mean_token_accuracy", output.top1.sum(), batch.scores)
+        if output.loss is not None and "top1" in output.stats:
+            self.add_mean("mean_token_accuracy", output.stats["top1"].sum(), batch.scores)
 
     def take_outcome(self, outcome: Outcome) -> None:
         """The metrics that an objective over rows found."""

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from lowtide.engine.heads.head import ScoreOutput
-from lowtide.engine.stage import HiddenOutput, Stage
-from lowtide.step.execute import Backward, Execution, detached, schedules
+from lowtide.engine.heads.head import HIDDEN, ScoreOutput
+from lowtide.engine.stage import Stage
+from lowtide.step.execute import Backward, Execution, schedules
 from lowtide.step_plan import IDLE, Act, RowSizes, Train
 
 
@@ -84,11 +84,11 @@ class RaggedStage(PipelineStage):
         act, arrived = self.acts[fwd_chunk_id], self.arrived.get(fwd_chunk_id)
         with self.stage.enter(None if arrived is None else arrived.requires_grad_()):
             output = self.execution.forward(act)
-        if isinstance(output, HiddenOutput):
-            self.left[fwd_chunk_id] = output.hidden
-            return output.hidden
+        if not self.is_last:
+            hidden = self.left[fwd_chunk_id] = output.stats[HIDDEN]
+            return hidden
         loss = self.left[fwd_chunk_id] = self.execution.loss_of(act, output)
-        self.outputs[fwd_chunk_id] = detached(output)
+        self.outputs[fwd_chunk_id] = output.map(Tensor.detach)
         return loss
 
     def backward_one_chunk(

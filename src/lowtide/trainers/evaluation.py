@@ -16,7 +16,8 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.values import LABEL, NUMBER
-from lowtide.engine.heads.head import ScoreOutput
+from lowtide.engine.heads.head import Head, ScoreOutput
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.methods.method import Findings
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
@@ -33,10 +34,11 @@ class Predictions:
         wanted: whether the numbers (log-probs, values, or likeliest labels) and the targets of all scores are, for
             `compute_metrics`.
         findings: the method's metrics that need all scores at once; None if it has none.
+        head: what was read.
     """
 
-    def __init__(self, wanted: bool, findings: Findings | None = None) -> None:
-        self.wanted, self.findings = wanted, findings
+    def __init__(self, wanted: bool, findings: Findings | None = None, head: type[Head] = LanguageModel) -> None:
+        self.wanted, self.findings, self.head = wanted, findings, head
         self.scored: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
         self.found: list[Mapping[str, np.ndarray]] = []
@@ -48,7 +50,7 @@ class Predictions:
             if self.findings is not None:
                 self.found.append(self.findings.keep(batch, output))
             if self.wanted:
-                self.scored.append(output.predictions.cpu().numpy())
+                self.scored.append(self.head.predictions(output).cpu().numpy())
                 self.targets.append(batch.row_values.get(LABEL, batch.score_target).cpu().numpy())
                 if LABEL in batch.row_values:
                     self.numbers.append(batch.row_values[NUMBER].cpu().numpy())

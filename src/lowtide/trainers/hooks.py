@@ -444,7 +444,7 @@ class LowtideTrainer(Trainer):
 
     def predictions(self, wanted: bool, model: nn.Module) -> Predictions:
         """What is kept of an evaluation of a model; `wanted` is whether `compute_metrics` gets it."""
-        return Predictions(wanted, self.findings())
+        return Predictions(wanted, self.findings(), self.head)
 
     def findings(self) -> Findings | None:
         """Metrics of an evaluation that need all of its scores at once; None if there are none."""

@@ -241,7 +241,7 @@ def run_with_router(model, batch):
     """As `run`, with the auxiliary loss of the router where the family has one."""
     has_loss = model.config.model_type not in ("glm4_moe", "gemma4_text")
     output = score(model, batch, Scores(batch.score_index, batch.score_target, aux_loss=has_loss))
-    loss = -output.logprobs.mean() + (3 * output.aux_loss if has_loss else 0)
+    loss = -output.scored.mean() + (3 * output.aux_loss if has_loss else 0)
     loss.backward()
     return loss.detach(), gradients(model)
 

@@ -62,7 +62,7 @@ def loss_of(model, head: str, number: int) -> torch.Tensor:
         loss = score(model, batch, loss=nll, factor=1 / batch.scores, accumulate=True).loss
         assert loss is not None
         return loss
-    return -score(model, batch, accumulate=True).logprobs.mean()
+    return -score(model, batch, accumulate=True).scored.mean()
 
 
 def direct_of(model, head: str) -> list[nn.Parameter]:

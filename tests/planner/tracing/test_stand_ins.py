@@ -235,7 +235,7 @@ def test_a_step_runs_and_its_layers_run_again_on_the_same_kernels(policy, dtype)
             model.gradient_checkpointing_enable()
             set_checkpointing(model, policy)
         batch = batch.map(fake.from_tensor)
-        _, _, forward = trace.grown("forward", lambda: score(model, batch).logprobs.sum().backward())
+        _, _, forward = trace.grown("forward", lambda: score(model, batch).scored.sum().backward())
     scores = dtype.itemsize * SHAPE["num_attention_heads"] * length**2
     assert forward < scores
 

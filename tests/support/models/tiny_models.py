@@ -61,7 +61,7 @@ def shared() -> RaggedBatch:
 
 def loss_of(model: nn.Module, batch: RaggedBatch, accumulate: bool = False) -> Tensor:
     """The mean negative log-likelihood through the fused head; `model` is prepared by `engine.forward.install`."""
-    return -score(model, batch, accumulate=accumulate).logprobs.mean()
+    return -score(model, batch, accumulate=accumulate).scored.mean()
 
 
 def prepared(model: PreTrainedModel) -> PreTrainedModel:

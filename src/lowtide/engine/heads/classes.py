@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores, is_one_of
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, at_least_float32, is_one_of
 from lowtide.engine.heads.own_head import own_head
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
 from lowtide.score_rules import FIRST_TOKEN, OWN_TOKEN, LastToken, ScoreRule
@@ -24,47 +23,8 @@ TOKEN_CLASSIFIERS = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.value
 TEXT_CLASSIFIERS = frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
 
 
-@dataclass(frozen=True)
-class ClassStats:
-    """The logits of all labels at each score, at least in float32."""
-
-    logits: Float[Tensor, "scores labels"]
-
-
-@dataclass
-class ClassOutput(ScoreOutput):
-    """What a head of labels gives."""
-
-    label_logits: Tensor
-    """[scores, labels]"""
-    loss: Tensor | None = None
-    entropies: Tensor | None = None
-    top1: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-    @property
-    def scored(self) -> Tensor:
-        """[scores]: the largest logit, in place of one number."""
-        return self.label_logits.amax(-1)
-
-    @property
-    def predictions(self) -> Tensor:
-        """[scores]: the number of the likeliest label."""
-        return self.label_logits.argmax(-1)
-
-    @property
-    def stats(self) -> ClassStats:
-        return ClassStats(self.label_logits)
-
-
-@dataclass
-class TextClassOutput(ClassOutput):
-    """What a head of texts' labels gives."""
-
-    @property
-    def predictions(self) -> Tensor:
-        """[scores, labels]: the logits, as transformers' Trainer hands them on."""
-        return self.label_logits
+LOGITS = "logits"
+"""The statistic of the logits of all labels, [scores, labels], at least in float32."""
 
 
 class Classes(Head):
@@ -76,7 +36,6 @@ class Classes(Head):
     virtual_tokens = False
     classifiers: ClassVar[Collection[str]]
     """The names of the classes that have such a head."""
-    output: ClassVar[type[ClassOutput]] = ClassOutput
 
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
@@ -87,20 +46,15 @@ class Classes(Head):
         """All can be run: the head is called as it is."""
 
     @classmethod
-    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ClassOutput:
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
         states = cls.states(model, hidden, scores)
         logits = cast(Any, model).score(states) if reads_last(model) else own_head(model, states[:, None])
-        return cls.output_of(ClassStats(logits.flatten(0, -2)))
+        return ScoreOutput(stats={LOGITS: at_least_float32(logits.flatten(0, -2))})
 
     @classmethod
     def states(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> Float[Tensor, "scores hidden"]:
         """What the model's head is given: the hidden states of the scores."""
         return hidden.index_select(0, scores.index)
-
-    @classmethod
-    def output_of(cls, stats: ClassStats, **more: Tensor | None) -> ClassOutput:
-        logits = stats.logits
-        return cls.output(logits.to(torch.promote_types(logits.dtype, torch.float32)), **more)
 
 
 class TokenClasses(Classes):
@@ -115,7 +69,7 @@ class TokenClasses(Classes):
     @classmethod
     def distances(cls, found: Float[Tensor, " scores"], expected: Float[Tensor, " scores"]) -> Tensor:
         """As shares of what logits vary by, which for a new head is next to nothing."""
-        wide = expected.to(torch.promote_types(expected.dtype, torch.float32))
+        wide = at_least_float32(expected)
         return super().distances(found, wide) / wide.std().clamp_min(torch.finfo(torch.float32).tiny)
 
     @classmethod
@@ -126,8 +80,13 @@ class TokenClasses(Classes):
         target: Int[Tensor, " scores"],
         longest: int,
         want: Want = NOTHING_MORE,
-    ) -> ClassStats:
-        return ClassStats(logits.flatten(0, 1)[index].float())
+    ) -> Stats:
+        return {LOGITS: logits.flatten(0, 1)[index].float()}
+
+    @classmethod
+    def predictions(cls, output: ScoreOutput) -> Tensor:
+        """[scores]: the number of the likeliest label."""
+        return output.stats[LOGITS].argmax(-1)
 
     @classmethod
     def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
@@ -148,7 +107,6 @@ class SequenceClasses(Classes):
     models = "text classifiers"
     auto_class = AutoModelForSequenceClassification
     classifiers = TEXT_CLASSIFIERS
-    output = TextClassOutput
     task_type = "SEQ_CLS"
     pipeline = "text-classification"
 
@@ -172,7 +130,7 @@ class SequenceClasses(Classes):
     @classmethod
     def distances(cls, found: Float[Tensor, " scores"], expected: Float[Tensor, " scores"]) -> Tensor:
         """As shares of the logits, which for a new head are next to nothing."""
-        wide = expected.to(torch.promote_types(expected.dtype, torch.float32))
+        wide = at_least_float32(expected)
         return super().distances(found, wide) / wide.abs().mean().clamp_min(torch.finfo(torch.float32).tiny)
 
     @classmethod
@@ -183,8 +141,13 @@ class SequenceClasses(Classes):
         target: Int[Tensor, " scores"],
         longest: int,
         want: Want = NOTHING_MORE,
-    ) -> ClassStats:
-        return ClassStats(logits[index // longest].float())
+    ) -> Stats:
+        return {LOGITS: logits[index // longest].float()}
+
+    @classmethod
+    def predictions(cls, output: ScoreOutput) -> Tensor:
+        """[scores, labels]: the logits, as transformers' Trainer hands them on."""
+        return output.stats[LOGITS]
 
     @classmethod
     def pad_id(cls, model: PreTrainedModel) -> int | None:

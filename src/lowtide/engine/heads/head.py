@@ -84,47 +84,51 @@ class Scores:
     """The head that is asked; None for the one that `install_head` found on the model."""
 
 
+Stats = dict[str, Tensor]
+"""What a head gives, by name, the one number of each score first: [scores] each, or [scores, ..]. What was not asked
+for is left out."""
+STATES = "states"
+"""Of these, [scores, hidden]: the hidden states before the head."""
+HIDDEN = "hidden"
+"""In their place on a rank of a pipeline without the head, [1, tokens, hidden]: what the next rank goes on with."""
 Held = Callable[[Scores], tuple[Int[Tensor, " held"], Scores]]
 """Gives the numbers of the scores whose hidden states a rank has, and these with places among its own tokens."""
 
 
+@dataclass
 class ScoreOutput(ModelOutput):
-    """What the forward of a model returns when it is given scores; each head has a kind of its own."""
+    """What the forward of a model returns when it is given scores, whatever its head."""
 
-    stays: ClassVar[bool] = False
-    """Whether ranks keep what each of them read, in place of putting it together or telling it to the others."""
-    of_tokens: ClassVar[frozenset[str]] = frozenset()
-    """Fields with a number for each token in place of each score; where tokens are split, for those of a rank."""
-    of_all_scores: ClassVar[frozenset[str]] = frozenset()
-    """Fields that each rank has for all scores where tokens are split."""
-    loss: Tensor | None
+    loss: Tensor | None = None
     """[]: `factor` times the sum of the losses, where `Scores.loss` is known score by score."""
-    entropies: Tensor | None
-    """[scores], of a head that predicts a distribution and where it was asked for; likewise `top1`, bool."""
-    top1: Tensor | None
-    aux_loss: Tensor | None
+    stats: Stats = None  # type: ignore[assignment]  # a model's outputs have one field without a default at most
+    """What was read, by name; a dictionary, in which wrappers such as FSDP find tensors."""
+    aux_loss: Tensor | None = None
     """[]"""
 
     @property
     def scored(self) -> Tensor:
-        """[scores]: the one number of each score, with its gradient: a log-probability, or a value."""
-        raise NotImplementedError
+        """[scores]: the one number of each score, with its gradient: a log-probability, or a value; of the logits of
+        labels the largest."""
+        found = next(iter(self.stats.values()))
+        return found if found.dim() == 1 else found.amax(-1)
 
     @property
     def nothing(self) -> Tensor:
-        """[]: the sum of all that was read, which is 0 where nothing is scored: what goes backward of an empty
-        micro-batch, so that the same modules take part in it as on other ranks."""
-        return self.scored.sum()
+        """[]: 0, of all that was read: what goes backward where nothing is scored, so that the same modules take part
+        in it as on other ranks."""
+        return torch.stack([each.sum() for each in self.stats.values() if each.requires_grad]).sum() * 0.0
 
     @property
-    def predictions(self) -> Tensor:
-        """[scores]: what `compute_metrics` gets."""
-        return self.scored.float()
+    def stays(self) -> bool:
+        """Whether ranks keep what each of them read, in place of putting it together or telling it to the others: of
+        hidden states."""
+        return STATES in self.stats
 
-    @property
-    def stats(self) -> Any:
-        """All that is known of the scores, as an objective reads it."""
-        raise NotImplementedError
+    def map(self, change: Callable[[Tensor], Tensor]) -> ScoreOutput:
+        """The same with each of its tensors changed."""
+        loss, aux_loss = (None if each is None else change(each) for each in (self.loss, self.aux_loss))
+        return ScoreOutput(loss, {name: change(value) for name, value in self.stats.items()}, aux_loss)
 
 
 class Head(ABC):
@@ -158,6 +162,10 @@ class Head(ABC):
     """Whether adapters may put virtual tokens before each row."""
     hides_tokens: ClassVar[bool] = False
     """Whether tokens of its rows are hidden, for which a tokenizer needs a mask token."""
+    of_tokens: ClassVar[frozenset[str]] = frozenset()
+    """Statistics with a number for each token in place of each score; where tokens are split, for those of a rank."""
+    of_all_scores: ClassVar[frozenset[str]] = frozenset()
+    """Those that each rank has for all scores where tokens are split."""
     trains_beside: ClassVar[str | None] = None
     """What the other model is called that is trained with a model (see `beside`); None if there is none."""
 
@@ -225,7 +233,7 @@ class Head(ABC):
         target: Int[Tensor, " scores"],
         longest: int,
         want: Want = NOTHING_MORE,
-    ) -> Any:
+    ) -> Stats:
         """The `ScoreOutput.stats` of the scores, from what the model's own forward gives for a padded batch.
 
         Args:
@@ -235,14 +243,14 @@ class Head(ABC):
         """
 
     @classmethod
-    @abstractmethod
-    def output_of(cls, stats: Any, **more: Tensor | None) -> ScoreOutput:
-        """The output that has these statistics, and further fields such as `aux_loss`."""
+    def predictions(cls, output: ScoreOutput) -> Tensor:
+        """[scores, ..]: what `compute_metrics` gets."""
+        return output.scored.float()
 
     @classmethod
     def distances(cls, found: Float[Tensor, " scores"], expected: Float[Tensor, " scores"]) -> Tensor:
         """[scores]: how far two passes over the same rows are apart, in the unit of their numbers."""
-        return (found.to(torch.promote_types(found.dtype, torch.float32)) - expected).abs()
+        return (at_least_float32(found) - expected).abs()
 
     @classmethod
     def means(cls, model: nn.Module) -> bool:
@@ -273,6 +281,11 @@ class Head(ABC):
     @abstractmethod
     def usage(cls, where: str) -> list[str]:
         """Lines of Python that use a saved model by transformers' `pipeline`, for a model card."""
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """The same in float32, where they are in less."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def body(model: PreTrainedModel) -> nn.Module:

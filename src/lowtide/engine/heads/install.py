@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from lowtide.compat.transformers import load_balancing_loss
 from lowtide.engine.attention import PLAN
 from lowtide.engine.heads import head_of
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores, body
+from lowtide.engine.heads.head import HIDDEN, Head, ScoreOutput, Scores, body
 from lowtide.engine.images import IMAGES, encoded_images
 from lowtide.engine.split_plan import SplitPlan
-from lowtide.engine.stage import HiddenOutput, stage_of
+from lowtide.engine.stage import stage_of
 
 
 def install_head(model: PreTrainedModel) -> None:
@@ -61,9 +61,9 @@ def _forward_scores(
     scores, kwargs = head.run_first(model, scores, kwargs, None if split is None else split.held)
     outputs = _run_body(model, args, kwargs)
     if (stage := stage_of(model)) is not None and not stage.pipeline.is_last:
-        return HiddenOutput(outputs[0])
+        return ScoreOutput(stats={HIDDEN: outputs[0]})
     read = functools.partial(head.outputs, model, outputs[0].flatten(0, -2))
-    found = read(scores) if split is None else split.scored(scores, read)
+    found = read(scores) if split is None else split.scored(scores, read, head)
     if scores.aux_loss:
         routed = outputs.router_logits if split is None else split.of_all_tokens(outputs.router_logits)
         found.aux_loss = _load_balancing_loss(model, routed, kwargs.get("attention_mask"))

@@ -6,8 +6,9 @@ too.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lowtide.compat.torch import unread_in_backward
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores, acting_as, body, is_one_of, own_call
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, acting_as, body, is_one_of, own_call
 from lowtide.engine.heads.head_parts import HeadParts, head_parts, head_terms, projection_of
 from lowtide.engine.heads.own_head import layers_before_head, own_head
 from lowtide.engine.weights.split_vocabulary import split_of
@@ -39,37 +40,9 @@ from lowtide.ops.linear_logprobs import (
 
 WITH_IMAGES = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """Model types whose language model is a part of a vision-language model."""
-Runs = Callable[[Callable[[Tensor], Any]], Any]
-"""Calls a function with hidden states, and returns what it does."""
+Reads = Callable[[Callable[[Tensor], Stats]], Stats]
+"""Calls a function with hidden states, and returns what it reads off them."""
 MASKED = frozenset(MODEL_FOR_MASKED_LM_MAPPING_NAMES.values())
-
-
-@dataclass
-class TokenOutput(ScoreOutput):
-    """What a language model's head gives."""
-
-    logprobs: Tensor
-    """[scores]"""
-    loss: Tensor | None = None
-    entropies: Tensor | None = None
-    mean_logprobs: Tensor | None = None
-    """[scores]"""
-    top1: Tensor | None = None
-    collisions: Tensor | None = None
-    """[scores]"""
-    divergences: Tensor | None = None
-    """[scores]"""
-    aux_loss: Tensor | None = None
-
-    @property
-    def scored(self) -> Tensor:
-        return self.logprobs
-
-    @property
-    def stats(self) -> TokenStats:
-        return TokenStats(
-            self.logprobs, self.entropies, self.mean_logprobs, self.top1, self.collisions, self.divergences
-        )
 
 
 class LanguageModel(Head):
@@ -106,10 +79,10 @@ class LanguageModel(Head):
         head_parts(model)
 
     @classmethod
-    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> TokenOutput:
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
         scores, at_vocabulary = met_by_head(model, hidden, scores)
-        names, fused = reading(model, head_parts(model), scores)
-        return TokenOutput(**dict(zip(names, at_vocabulary(fused), strict=True)))
+        found = at_vocabulary(reading(model, head_parts(model), scores))
+        return ScoreOutput(found.pop("loss", None), found)
 
     @classmethod
     def dense_stats(
@@ -119,12 +92,12 @@ class LanguageModel(Head):
         target: Int[Tensor, " scores"],
         longest: int,
         want: Want = NOTHING_MORE,
-    ) -> TokenStats:
+    ) -> Stats:
         """With gradients, but for `top1` and `collisions`."""
         chosen = logits[:, -longest:].flatten(0, 1).index_select(0, index).float()
         logprobs = torch.log_softmax(chosen, -1)
         own = logprobs.gather(-1, target[:, None])[:, 0]
-        given: dict[str, Any] = {}
+        given: Stats = {"logprobs": own}
         if want.entropies:
             given["entropies"] = -(logprobs.exp() * logprobs).sum(-1)
         if want.mean_logprobs:
@@ -133,18 +106,7 @@ class LanguageModel(Head):
             given["top1"] = own >= logprobs.amax(-1)
         if want.collisions:
             given["collisions"] = torch.logsumexp(2 * logprobs.detach(), -1)
-        return TokenStats(own, **given)
-
-    @classmethod
-    def output_of(cls, stats: TokenStats, **more: Tensor | None) -> TokenOutput:
-        return TokenOutput(
-            logprobs=stats.logprobs,
-            entropies=stats.entropies,
-            mean_logprobs=stats.mean_logprobs,
-            top1=stats.top1,
-            collisions=stats.collisions,
-            **more,
-        )
+        return given
 
     @classmethod
     def chunk_rows(cls, config: PretrainedConfig, dtype: torch.dtype, device: str) -> int:
@@ -174,24 +136,18 @@ def is_masked(model: nn.Module) -> bool:
     return is_one_of(model, MASKED)
 
 
-def reading(
-    model: PreTrainedModel, parts: HeadParts, scores: Scores
-) -> tuple[list[str], Callable[[Tensor], tuple[Tensor, ...]]]:
-    """A function that reads scores off what the head's module is called with, and the names of what it returns."""
-    names = ["logprobs", *(name for name in Want._fields if getattr(scores.want, name))]
-    if scores.loss is not None:
-        names.append("loss")
+def reading(model: PreTrainedModel, parts: HeadParts, scores: Scores) -> Callable[[Tensor], Stats]:
+    """A function that reads statistics, and a loss that is formed here, off what the head's module is called with."""
     projection = projection_of(model.config)._replace(temperature=scores.temperature)
 
-    def fused(hidden: Tensor) -> tuple[Tensor, ...]:
+    def fused(hidden: Tensor) -> Stats:
         loss, stats = _fused(parts, hidden, scores, projection)
-        found: dict[str, Any] = {**vars(stats), "loss": loss}
-        return tuple(found[name] for name in names)
+        return {name: value for name, value in {**vars(stats), "loss": loss}.items() if value is not None}
 
-    return names, fused
+    return fused
 
 
-def met_by_head(model: PreTrainedModel, hidden: Tensor, scores: Scores) -> tuple[Scores, Runs]:
+def met_by_head(model: PreTrainedModel, hidden: Tensor, scores: Scores) -> tuple[Scores, Reads]:
     """The scores with their places among what the head's module is called with, and what runs a function of that within
     the module's own call.
 
@@ -199,13 +155,27 @@ def met_by_head(model: PreTrainedModel, hidden: Tensor, scores: Scores) -> tuple
     """
     first, *rest = head_parts(model).modules
     if not layers_before_head(model):
-        return scores, lambda function: within([first, *rest], function, hidden)
+        return scores, functools.partial(_by_name, lambda function: within([first, *rest], function, hidden))
 
     def run(function: Callable[[Tensor], Any]) -> Any:
         with acting_as(first, lambda x: within(rest, function, x.flatten(0, -2))):
             return own_head(model, hidden.index_select(0, scores.index)[:, None])
 
-    return replace(scores, index=torch.arange(len(scores.index), device=scores.index.device)), run
+    own = replace(scores, index=torch.arange(len(scores.index), device=scores.index.device))
+    return own, functools.partial(_by_name, run)
+
+
+def _by_name(run: Callable[[Callable[[Tensor], Any]], Any], function: Callable[[Tensor], Stats]) -> Stats:
+    """What a function reads within the calls of modules, which pass on a tuple of tensors, as their hooks expect."""
+    names: list[str] = []
+
+    def values(hidden: Tensor) -> tuple[Tensor, ...]:
+        found = function(hidden)
+        names.extend(found)
+        return tuple(found.values())
+
+    found = run(values)
+    return dict(zip(names, found, strict=True))
 
 
 def within(modules: Sequence[nn.Module], function: Callable[[Tensor], Any], hidden: Tensor) -> Any:

@@ -9,24 +9,25 @@ the text so made, and its head gives a logit for each token. The generator may s
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PretrainedConfig, PreTrainedModel
 
 from lowtide.compat.transformers import declare_tied
-from lowtide.engine.heads.head import Head, Held, Replacements, ScoreOutput, Scores, is_one_of
-from lowtide.engine.heads.head_parts import head_parts, head_terms, projection_of
-from lowtide.engine.heads.language_model import LanguageModel, TokenOutput, met_by_head, reading
+from lowtide.engine.heads.head import Head, Held, Replacements, ScoreOutput, Scores, Stats, at_least_float32, is_one_of
+from lowtide.engine.heads.head_parts import head_parts
+from lowtide.engine.heads.language_model import LanguageModel, met_by_head, reading
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
+from lowtide.engine.heads.next_token import read_off
 from lowtide.engine.heads.own_head import own_head
 from lowtide.engine.weights.load_errors import one_line
 from lowtide.engine.weights.weight_files import saved_module
 from lowtide.ops.drawing import draw
-from lowtide.ops.linear_logprobs import NOTHING_MORE, Want, read_logits
+from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
 from lowtide.score_rules import OWN_TOKEN, ScoreRule
 
 GENERATOR = "generator"
@@ -36,47 +37,6 @@ GENERATOR_CONFIG = "generator_config"
 GENERATOR_SIZE = 0.25
 """Of the discriminator's width, where nothing else is asked for: as in the paper's smaller models."""
 DISCRIMINATORS = frozenset({"ElectraForPreTraining"})
-
-
-@dataclass(frozen=True)
-class ReplacedStats:
-    """What generator and discriminator say; a position is one of the flattened batch."""
-
-    logprobs: Float[Tensor, " scores"]
-    """The generator's, of the masked tokens."""
-    logits: Float[Tensor, " positions"]
-    """The discriminator's, that a token was replaced; at least in float32."""
-    replaced: Bool[Tensor, " positions"]
-    present: Bool[Tensor, " positions"]
-
-
-@dataclass
-class ReplacedOutput(ScoreOutput):
-    """What both give."""
-
-    of_tokens: ClassVar[frozenset[str]] = frozenset({"all_logits", "replaced", "present"})
-    of_all_scores: ClassVar[frozenset[str]] = frozenset({"logprobs"})
-    logits: Tensor
-    """[scores]: that the token at a score was replaced."""
-    logprobs: Tensor | None = None
-    """[scores], and the others [positions]: see `ReplacedStats`."""
-    all_logits: Tensor | None = None
-    replaced: Tensor | None = None
-    present: Tensor | None = None
-    loss: Tensor | None = None
-    entropies: Tensor | None = None
-    top1: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-    @property
-    def scored(self) -> Tensor:
-        return self.logits
-
-    @property
-    def stats(self) -> ReplacedStats:
-        found = (self.logprobs, self.all_logits, self.replaced, self.present)
-        assert self.logprobs is not None, "tokens are told apart where a generator drew some"
-        return ReplacedStats(*cast(Any, found))
 
 
 class ReplacedTokens(Head):
@@ -91,6 +51,8 @@ class ReplacedTokens(Head):
     pipeline = "feature-extraction"
     virtual_tokens = False
     hides_tokens = True
+    of_tokens = frozenset({"all_logits", "replaced", "present"})
+    of_all_scores = frozenset({"logprobs"})
     trains_beside = "a generator"
 
     @classmethod
@@ -148,14 +110,11 @@ class ReplacedTokens(Head):
         return replace(scores, replacements=found), {**inputs, "input_ids": flat.view_as(token_ids)}
 
     @classmethod
-    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ReplacedOutput:
-        logits = own_head(model, hidden[:, None]).flatten()
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        at_scores = logits.index_select(0, scores.index)
-        if scores.replacements is None:
-            return ReplacedOutput(at_scores)
-        found = scores.replacements
-        return ReplacedOutput(at_scores, found.logprobs, logits, found.replaced, found.present)
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
+        """Of a batch with replacements also what these are, and the logits of all its positions."""
+        logits = at_least_float32(own_head(model, hidden[:, None]).flatten())
+        stats, found = {"logits": logits.index_select(0, scores.index)}, scores.replacements
+        return ScoreOutput(stats=stats if found is None else {**stats, **vars(found), "all_logits": logits})
 
     @classmethod
     def dense_stats(
@@ -165,12 +124,8 @@ class ReplacedTokens(Head):
         target: Int[Tensor, " scores"],
         longest: int,
         want: Want = NOTHING_MORE,
-    ) -> Tensor:
-        return logits.flatten()[index].float()
-
-    @classmethod
-    def output_of(cls, stats: Tensor, **more: Tensor | None) -> ReplacedOutput:
-        return ReplacedOutput(stats, **more)
+    ) -> Stats:
+        return {"logits": logits.flatten()[index].float()}
 
     @classmethod
     def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
@@ -193,41 +148,31 @@ class ReplacedTokens(Head):
         ]
 
 
-@dataclass
-class DrawnOutput(TokenOutput):
-    """What a generator gives."""
-
-    drawn: Tensor | None = None
-    """[scores]: a token in each score's place."""
-
-
 class DrawnTokens(MaskedLanguageModel):
     """Log-probabilities of the masked tokens, and tokens that are drawn in their places, from the same forward."""
 
     @classmethod
-    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> DrawnOutput:
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
         (scores, at_vocabulary), parts = met_by_head(model, hidden, scores), head_parts(model)
-        names, fused = reading(model, parts, scores)
-        projection, draws = projection_of(model.config), scores.draws
+        fused, draws = reading(model, parts, scores), scores.draws
         assert draws is not None, "a generator draws with numbers that it is given"
 
         def read(logits: Float[Tensor, "rows vocab"], span: slice) -> Int[Tensor, "1 rows"]:
             return draw(torch.softmax(logits, -1), draws[span])[None]
 
-        def both(x: Tensor) -> tuple[Tensor, ...]:
+        def both(x: Tensor) -> Stats:
             with torch.no_grad():
-                terms, bias = head_terms(parts, x)
-                drawn = read_logits(terms, scores.index, read, bias=bias, projection=projection)[0]
-            return (*fused(x), drawn)
+                drawn = read_off(model, parts, x, scores.index, read)[0]
+            return {**fused(x), "drawn": drawn}
 
-        return DrawnOutput(**dict(zip((*names, "drawn"), at_vocabulary(both), strict=True)))
+        return ScoreOutput(stats=at_vocabulary(both))
 
 
 def _generated(generator: PreTrainedModel, scores: Scores, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The log-probabilities of the masked tokens, and what is drawn in their places."""
     asked = Scores(scores.index, scores.target, draws=scores.draws, accumulate=scores.accumulate, head=DrawnTokens)
-    found = generator(**inputs, scores=asked)
-    return found.logprobs, found.drawn
+    found = generator(**inputs, scores=asked).stats
+    return found["logprobs"], found["drawn"]
 
 
 # -- making it ---------------------------------------------------------------------------------------------------------

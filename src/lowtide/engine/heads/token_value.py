@@ -9,51 +9,21 @@ are no entries of `engine.heads.HEADS`: who asks names them, and to all others t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowtide.engine.heads.head import Scores
-from lowtide.engine.heads.language_model import LanguageModel, TokenOutput
+from lowtide.engine.heads.head import ScoreOutput, Scores, at_least_float32
+from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.own_head import VALUE_HEAD
-from lowtide.engine.heads.value import ValueOutput
+from lowtide.engine.heads.value import VALUES
 from lowtide.engine.weights.weight_files import saved_module
-from lowtide.ops.linear_logprobs import TokenStats
 
-"""The module's name in the model."""
 VALUE_ADAPTER = "value_function"
 """The name of an adapter that the value function has of its own. PEFT finds an adapter's weights by its name anywhere
 in theirs, so that a plain `value` would also find those of layers that are called so."""
-
-
-@dataclass(frozen=True)
-class ValuedTokens:
-    """The statistics of the scored tokens, and the values before them."""
-
-    tokens: TokenStats
-    values: Float[Tensor, " scores"]
-
-
-@dataclass
-class ValuedOutput(TokenOutput):
-    """What both heads together give."""
-
-    token_values: Tensor | None = None
-    """[scores]"""
-
-    @property
-    def nothing(self) -> Tensor:
-        assert self.token_values is not None
-        return super().nothing + self.token_values.sum()
-
-    @property
-    def stats(self) -> ValuedTokens:  # type: ignore[override]
-        assert self.token_values is not None
-        return ValuedTokens(super().stats, self.token_values)
 
 
 class WithValues(LanguageModel):
@@ -95,9 +65,10 @@ class WithValues(LanguageModel):
         ours.bias.data.zero_()
 
     @classmethod
-    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ValuedOutput:
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
         found = super().outputs(model, hidden, scores)
-        return ValuedOutput(**{**found}, token_values=values_at(model, hidden, scores))
+        found.stats[VALUES] = values_at(model, hidden, scores)
+        return found
 
 
 class TokenValue(WithValues):
@@ -106,14 +77,13 @@ class TokenValue(WithValues):
     adapter = VALUE_ADAPTER
 
     @classmethod
-    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ValueOutput:  # type: ignore[override]
-        return ValueOutput(values_at(model, hidden, scores))
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
+        return ScoreOutput(stats={VALUES: values_at(model, hidden, scores)})
 
 
 def values_at(model: PreTrainedModel, hidden: Float[Tensor, "tokens hidden"], scores: Scores) -> Tensor:
     """[scores]: the values before the scored tokens, at least in float32."""
-    values = cast(Any, model).value_head(hidden.index_select(0, scores.index)).squeeze(-1)
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    return at_least_float32(cast(Any, model).value_head(hidden.index_select(0, scores.index)).squeeze(-1))
 
 
 def _layer(model: Any) -> nn.Linear:

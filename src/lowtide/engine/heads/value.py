@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, at_least_float32
 from lowtide.engine.heads.vision_value import register_reward_model
 from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
 from lowtide.score_rules import LastToken, ScoreRule
 
-
-@dataclass(frozen=True)
-class TokenValues:
-    """The values at the scored tokens, at least in float32."""
-
-    values: Float[Tensor, " scores"]
-
-
-@dataclass
-class ValueOutput(ScoreOutput):
-    """What a value head gives."""
-
-    token_values: Tensor
-    """[scores]; outputs are dicts, whose method `values` others call."""
-    loss: Tensor | None = None
-    entropies: Tensor | None = None
-    top1: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-    @property
-    def scored(self) -> Tensor:
-        return self.token_values
-
-    @property
-    def stats(self) -> TokenValues:
-        return TokenValues(self.token_values)
+VALUES = "values"
+"""The statistic of the value at each score, at least in float32."""
 
 
 class Value(Head):
@@ -74,9 +48,9 @@ class Value(Head):
         """All can be run: the head is called as it is."""
 
     @classmethod
-    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ValueOutput:
+    def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
         values = cast(Any, model).score(hidden.index_select(0, scores.index)).squeeze(-1)
-        return ValueOutput(values.to(torch.promote_types(values.dtype, torch.float32)))
+        return ScoreOutput(stats={VALUES: at_least_float32(values)})
 
     @classmethod
     def dense_stats(
@@ -86,12 +60,8 @@ class Value(Head):
         target: Int[Tensor, " scores"],
         longest: int,
         want: Want = NOTHING_MORE,
-    ) -> TokenValues:
-        return TokenValues(logits.squeeze(-1)[index // longest].float())
-
-    @classmethod
-    def output_of(cls, stats: TokenValues, **more: Tensor | None) -> ValueOutput:
-        return ValueOutput(stats.values, **more)
+    ) -> Stats:
+        return {VALUES: logits.squeeze(-1)[index // longest].float()}
 
     @classmethod
     def pad_id(cls, model: PreTrainedModel) -> int | None:

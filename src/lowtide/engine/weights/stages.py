@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from lowtide.compat.transformers import attention_implementation, checkpointed_layers
 from lowtide.engine.attention import NAME
 from lowtide.engine.forward import causal_model, score
+from lowtide.engine.heads.head import HIDDEN
 from lowtide.engine.probe import inference, tiny_batch
-from lowtide.engine.stage import STAGE, Elsewhere, HiddenOutput, NoEmbedding, Stage, stage_of
+from lowtide.engine.stage import STAGE, Elsewhere, NoEmbedding, Stage, stage_of
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.shards import equal_weights
@@ -140,7 +141,8 @@ def _scored(model: nn.Module, batch: RaggedBatch) -> Any:
     """Of a stage without the head its hidden states, else [scores]."""
     with inference(model):
         output = score(model, batch)
-    return output.hidden if isinstance(output, HiddenOutput) else output.scored
+    hidden = output.stats.get(HIDDEN)
+    return output.scored if hidden is None else hidden
 
 
 def _around(module: nn.Module, layers: list[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:

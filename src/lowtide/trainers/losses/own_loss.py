@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,9 +26,9 @@ from lowtide.engine.padded import padded_inputs
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.methods.method import Objective, TokenObjective
 from lowtide.objectives.outcome import Counts
+from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import Part, split
-from lowtide.step.execute import detached
 from lowtide.step.metrics import Totals
 from lowtide.step.models import OwnLoss, scores_of
 from lowtide.step.rank_sync import random_state, set_random_state
@@ -42,16 +41,6 @@ logger = logging.getLogger(__name__)
 OF_TRAINING, OF_EVALUATION = ("compute_loss", "compute_loss_func"), ("prediction_step", "preprocess_logits_for_metrics")
 NEVER_CALLED = ("_compute_loss", "concatenated_forward", "dpo_loss", "get_batch_logps", "get_batch_loss_metrics")
 """Methods of TRL's trainers that subclasses override, and that have no part in a step here."""
-
-
-@dataclass
-class OwnOutput(ScoreOutput):
-    """What is known of a micro-batch whose loss did not ask the model for scores."""
-
-    loss: Tensor | None = None
-    entropies: Tensor | None = None
-    top1: Tensor | None = None
-    aux_loss: Tensor | None = None
 
 
 class OwnLosses:
@@ -152,7 +141,7 @@ class OwnLosses:
         loss = self._called(model, micro, items)
         if micro.outcome is not None:
             totals.take_outcome(micro.outcome)
-        output = micro.output or OwnOutput()
+        output = micro.output or ScoreOutput(stats={})
         output.loss = loss if self._is_sum else loss * micro.share
         self._micro = None
         return output
@@ -254,31 +243,31 @@ class OwnLosses:
             return (loss, outputs) if return_outputs else loss
         micro = self.micro_of(inputs)
         objective: Any = self.trainer.inner_objective
-        outputs, stats, micro.output = self._stats(model, micro, return_outputs)
+        outputs, found = self._read(model, micro, return_outputs)
         if isinstance(objective, TokenObjective):
             items = micro.batch.scores if num_items_in_batch is None else num_items_in_batch
-            loss = objective.loss(stats).sum() / items
+            loss = objective.loss(TokenStats(**found.stats)).sum() / items
         else:
             referred = self.trainer.runner.models(model).referred(Part.of(micro.batch), objective)
-            micro.outcome = outcome = objective.loss(objective.read(micro.batch, stats, referred), micro.counts)
+            micro.outcome = outcome = objective.loss(objective.read(micro.batch, found.stats, referred), micro.counts)
             loss = outcome.loss / micro.share
-        micro.output.loss = loss.detach()
+        stats = {name: value.detach() for name, value in found.stats.items()}
+        micro.output = ScoreOutput(loss.detach(), stats, found.aux_loss)
         return (loss, outputs) if return_outputs else loss
 
-    def _stats(self, model: nn.Module, micro: MicroBatch, with_logits: bool) -> tuple[Any, Any, ScoreOutput]:
-        """(outputs with logits or None, statistics with gradients, the same without)."""
+    def _read(self, model: nn.Module, micro: MicroBatch, with_logits: bool) -> tuple[Any, ScoreOutput]:
+        """(outputs with logits or None, what the method reads, with gradients)."""
         objective, batch = self.trainer.inner_objective, micro.batch
         scores = scores_of(batch, objective, accumulate=False)
         if not with_logits:
             scores = type(scores)(scores.index, scores.target, objective.want, aux_loss=scores.aux_loss)
-            found = score_shared(model, batch, scores, padding_free=self.trainer.runner.models(model).padding_free)
-            return None, found.stats, self.trainer.head.output_of(detached(found.stats), aux_loss=found.aux_loss)
+            padding_free = self.trainer.runner.models(model).padding_free
+            return None, score_shared(model, batch, scores, padding_free=padding_free)
         more = {"output_router_logits": True} if scores.aux_loss else {}
         outputs = model(input_ids=micro.inputs["input_ids"], attention_mask=micro.inputs["attention_mask"], **more)
         longest = micro.inputs["input_ids"].shape[1]
         stats = self.trainer.head.dense_stats(outputs.logits, micro.index, batch.score_target, longest, objective.want)
-        found = self.trainer.head.output_of(detached(stats), aux_loss=getattr(outputs, "aux_loss", None))
-        return outputs, stats, found
+        return outputs, ScoreOutput(stats=stats, aux_loss=getattr(outputs, "aux_loss", None))
 
     def micro_of(self, inputs: Mapping[str, Any]) -> MicroBatch:
         """The micro-batch that inputs are of.

@@ -43,9 +43,7 @@ def _entropies(runner: StepRunner, batch: RaggedBatch, temperature: float) -> Te
 
     def entropies(part: RaggedBatch) -> Tensor:
         scores = Scores(part.score_index, part.score_target, want=Want(entropies=True), temperature=temperature)
-        output = score_shared(runner.model, part, scores, padding_free=runner.padding_free)
-        assert output.entropies is not None
-        return output.entropies
+        return score_shared(runner.model, part, scores, padding_free=runner.padding_free).stats["entropies"]
 
     return runner.scored(batch, entropies)
 

@@ -139,7 +139,8 @@ def found_in(model, batch: RaggedBatch, *, in_forward: bool, mixture: bool) -> d
         total = (slope * (output.scored + 0.5 * output.stats["entropies"] - output.stats["mean_logprobs"])).sum()
     total = total + 3 * output.aux_loss if mixture else total
     total.backward()
-    statistics = {name: value.detach() for name, value in output.items()}
+    numbers = {**output.stats, "loss": output.loss, "aux_loss": output.aux_loss}
+    statistics = {name: value.detach() for name, value in numbers.items() if value is not None}
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return {**statistics, **gradients}

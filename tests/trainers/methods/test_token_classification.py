@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import BertConfig, BertModel, pipeline
 
 from lowtide import TokenClassificationConfig
+from lowtide.engine.heads.head import ScoreOutput
 from lowtide.methods.class_weights import class_weights
 from lowtide.methods.method import Labels
 from lowtide.objectives.entities import entity_scores
@@ -127,10 +128,8 @@ def test_windows_are_put_together_again_in_evaluation(tmp_path: Path):
     kept = made.findings()
     batch = made.as_ragged(made.data_collator([made.eval_dataset[n] for n in reversed(range(len(made.eval_dataset)))]))
 
-    class Right:
-        predictions = batch.score_target
-
-    found = kept.metrics(kept.keep(batch, Right()))
+    right = ScoreOutput(stats={"logits": torch.nn.functional.one_hot(batch.score_target, len(TAGS)).float()})
+    found = kept.metrics(kept.keep(batch, right))
     truth = [[TAGS[tag] for tag in tags] for tags in long["ner_tags"]]
     expected = entity_scores((each, each) for each in truth)
     assert found["f1"] == 1.0

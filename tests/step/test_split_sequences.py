@@ -18,7 +18,7 @@ from lowtide.methods.dpo import METHOD as DPO
 from lowtide.methods.dpo import DPOOptions
 from lowtide.methods.kto import METHOD as KTO
 from lowtide.methods.kto import KTOOptions
-from lowtide.methods.method import TokenObjective
+from lowtide.methods.method import OwnLoss, TokenObjective
 from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
 from lowtide.objectives.sft import LOSSES
@@ -30,7 +30,7 @@ from lowtide.score_rules import LastToken
 from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
-from lowtide.step.models import Models, OwnLoss
+from lowtide.step.models import Models
 from lowtide.step.rank_sync import NotFinite, OutOfMemory
 from lowtide.step.recovery import surviving_step
 from lowtide.step.train_step import train_step

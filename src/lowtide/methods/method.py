@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.engine.heads.head import Head, ScoreOutput
 from lowtide.engine.heads.language_model import LanguageModel
@@ -23,6 +23,9 @@ from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, Want
 from lowtide.ragged import RaggedBatch
 
+EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
+"""What keeps a mixture of experts from running rows in pieces; `OWN` keeps a loss of the caller's."""
+OWN = "the loss is not the method's own"
 Scorer = Callable[[RaggedBatch], Tensor]
 """From a batch to its log-probabilities [scores], without gradient."""
 
@@ -70,6 +73,11 @@ class TokenObjective(FormedInForward):
     def taught(self) -> bool:
         """Whether the run's reference is a teacher, whose hidden states it needs."""
         return self.want.divergences
+
+    @property
+    def why_whole_rows(self) -> str | None:
+        """What of the loss keeps rows from being run in pieces, as a clause; None if nothing does."""
+        return EXPERTS if self.aux_coefficient else None
 
     def counts(self, batch: RaggedBatch) -> Counts:
         return {"scores": batch.scores}
@@ -123,6 +131,10 @@ class RowObjective:
         return self
 
     @property
+    def why_whole_rows(self) -> str | None:
+        return EXPERTS if self.aux_coefficient else None
+
+    @property
     def over(self) -> str:
         """What has to be scored before a loss is known: a row, or the whole batch of a step."""
         return "step" if self.whole else "row"
@@ -133,7 +145,31 @@ class RowObjective:
         return (self,) if self.beside is None else (self, self.beside)
 
 
-Objective = TokenObjective | RowObjective
+@dataclass(frozen=True)
+class OwnLoss(FormedInForward):
+    """In place of an objective: a loss that its caller computes with forwards of its own."""
+
+    inner: TokenObjective | RowObjective
+    """The method's objective, which the caller may use; rows and scores are counted as it counts them."""
+    compute: Callable[[nn.Module, RaggedBatch, Counts, Any], ScoreOutput]
+    """From the model, a micro-batch, the counts of the whole step over all ranks, and the `step.metrics.Totals` that
+    take in metrics, to an output whose `loss` is the micro-batch's part of the loss of the step."""
+    want: ClassVar[Want] = NOTHING_MORE
+    score_loss: ClassVar[None] = None
+    temperature: ClassVar[float] = 1.0
+    beta: ClassVar[float] = 0.0
+    taught: ClassVar[bool] = False
+    why_whole_rows: ClassVar[str] = OWN
+
+    @property
+    def aux_coefficient(self) -> float:
+        return self.inner.aux_coefficient
+
+    def counts(self, batch: RaggedBatch) -> Counts:
+        return self.inner.counts(batch)
+
+
+Objective = TokenObjective | RowObjective | OwnLoss
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from lowtide.memory.activations.chain_storage import place_maker
 from lowtide.memory.activations.spill_file import folder_on_a_disk
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
-from lowtide.methods.method import Labels, Method, Objective, Scorer
+from lowtide.methods.method import EXPERTS, Labels, Method, Objective, Scorer
 from lowtide.methods.rows import Preparation, Prepared
 from lowtide.ops.piece_keys import KeyPlace
 from lowtide.ragged import RaggedBatch
@@ -70,7 +70,7 @@ from lowtide.run.teachers import TeacherMaker
 from lowtide.score_rules import LastToken, ScoreRule
 from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
-from lowtide.step.models import EXPERTS, why_not_pieces
+from lowtide.step.models import why_not_pieces
 from lowtide.step.runner import StepRunner
 from lowtide.step.stage_updater import PipelineUpdater
 from lowtide.step_plan import LEAST

@@ -18,7 +18,7 @@ from lowtide.step.chains import Chain
 from lowtide.step.cut import Part, cut, idle_part
 from lowtide.step.losses import join_rows
 from lowtide.step.metrics import Totals
-from lowtide.step.models import Models, OwnLoss
+from lowtide.step.models import Models
 from lowtide.step_plan import Limits, MicroBatch, cut_rows
 
 
@@ -117,7 +117,7 @@ def _turns(models: Models, parts: Sequence[Part], batch: RaggedBatch, limits: Li
 
 
 def with_reference(
-    models: Models, parts: Sequence[Part], batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+    models: Models, parts: Sequence[Part], batch: RaggedBatch, objective: Objective, limits: Limits
 ) -> list[Part]:
     """The micro-batches with the reference's log-probabilities, or the teacher's hidden states, where the policy's
     forwards have no place for those of another model: pieces of a row go on from the policy's keys, and ranks may run
@@ -137,7 +137,7 @@ def with_reference(
 
 @torch.no_grad()
 def with_baseline(
-    models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+    models: Models, batch: RaggedBatch, objective: Objective, limits: Limits
 ) -> tuple[RaggedBatch, Counts]:
     """The batch to train on, and the statistics of the whole batch that the objective computes before."""
     if objective.baseline is None:

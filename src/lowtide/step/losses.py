@@ -8,7 +8,7 @@ into the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.engine.heads.head import ScoreOutput, Scores
-from lowtide.methods.method import Objective
+from lowtide.methods.method import Objective, OwnLoss, RowObjective, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed, objects_of_all_ranks
 from lowtide.step.cut import Part
 from lowtide.step.metrics import Totals
-from lowtide.step.models import Models, OwnLoss, scores_of
+from lowtide.step.models import Models, scores_of
 
 
 @dataclass(frozen=True)
@@ -161,16 +161,17 @@ class RowLoss(Loss):
         return outcome
 
 
-def losses_of(objective: Objective | OwnLoss, *given: Any) -> list[Loss]:
+KINDS: Mapping[type[Objective], type[Loss]] = {TokenObjective: TokenLoss, RowObjective: RowLoss, OwnLoss: CallersLoss}
+
+
+def losses_of(objective: Objective, *given: Any) -> list[Loss]:
     """The losses whose sum is that of an objective.
 
     Args:
         given: what a `Loss` takes beside the objective, the models before it.
     """
-    kinds = {"score": TokenLoss, "row": RowLoss, "step": RowLoss}
-    kind = kinds[objective.over] if objective.inner is objective else CallersLoss
     models, *rest = given
-    return [kind(models, term, *rest) for term in objective.terms]
+    return [KINDS[type(term)](models, term, *rest) for term in objective.terms]
 
 
 def join_rows(rows: Sequence[Any]) -> Any:

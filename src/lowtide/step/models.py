@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,18 +18,13 @@ from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.reference import ReferenceModel, teaching
 from lowtide.engine.stage import Stage, stage_of
-from lowtide.methods.method import FormedInForward, Objective, RowObjective, Scorer, TokenObjective
-from lowtide.objectives.outcome import Counts
+from lowtide.methods.method import Objective, Scorer
 from lowtide.ops.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed
 from lowtide.step.chains import Chain
 from lowtide.step.cut import Part
-from lowtide.step.metrics import Totals
-
-EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
-"""What keeps a mixture of experts from running rows in pieces."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +99,12 @@ class Models:
             return self.stage.pipeline.is_last
         return self.same_rows is None or self.same_rows.rank == 0
 
-    def why_not_chains(self, objective: Objective | OwnLoss) -> str | None:
+    def why_not_chains(self, objective: Objective) -> str | None:
         """What keeps rows above the token budget from being run in pieces, as a clause; None if nothing does."""
-        if objective.inner is not objective:
-            return "the loss is not the method's own"
-        if objective.aux_coefficient:
-            return EXPERTS
-        return why_not_pieces(self.policy, self.teacher.model if objective.taught else None)
+        of_loss = objective.why_whole_rows
+        return of_loss or why_not_pieces(self.policy, self.teacher.model if objective.taught else None)
 
-    def why_whole_rows(self, objective: Objective | OwnLoss, batch: RaggedBatch, most: int | None) -> str | None:
+    def why_whole_rows(self, objective: Objective, batch: RaggedBatch, most: int | None) -> str | None:
         """The same where a row of a batch is above so many tokens; None where none is."""
         fits = most is None or max(batch.row_tokens) <= most
         return None if fits else self.why_not_chains(objective)
@@ -153,7 +144,7 @@ class Models:
         part = replace(piece.unscored(), piece=piece.piece)
         return self.forward(part, Scores(part.score_index, part.score_target))
 
-    def adapter_of(self, objective: Objective | OwnLoss) -> AbstractContextManager:
+    def adapter_of(self, objective: Objective) -> AbstractContextManager:
         """Entered for forward and backward of an objective: the adapter that its head is read through is active."""
         return adapter_of(self.policy, objective.head)
 
@@ -184,25 +175,6 @@ def why_not_pieces(policy: nn.Module, teacher: nn.Module | None) -> str | None:
         found = why_not_chains(teacher, causal_model(teacher))
         return found and f"of the teacher, {found}"
     return found
-
-
-@dataclass(frozen=True)
-class OwnLoss(FormedInForward):
-    """In place of an objective: a loss that its caller computes with forwards of its own."""
-
-    inner: TokenObjective | RowObjective
-    """The method's objective, which the caller may use; rows and scores are counted as it counts them."""
-    compute: Callable[[nn.Module, RaggedBatch, Counts, Totals], ScoreOutput]
-    """From the model, a micro-batch, the counts of the whole step over all ranks, and what takes in metrics, to an
-    output whose `loss` is the micro-batch's part of the loss of the step."""
-    taught: ClassVar[bool] = False
-
-    @property
-    def aux_coefficient(self) -> float:
-        return self.inner.aux_coefficient
-
-    def counts(self, batch: RaggedBatch) -> Counts:
-        return self.inner.counts(batch)
 
 
 def scores_of(

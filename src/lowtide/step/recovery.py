@@ -27,7 +27,7 @@ from lowtide.ranks.world import distributed, worst_of_ranks
 from lowtide.step.evaluate import score_in_parts
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
-from lowtide.step.models import Models, OwnLoss
+from lowtide.step.models import Models
 from lowtide.step.rank_sync import End, OutOfMemory, random_state, set_random_state, worst_rank
 from lowtide.step.train_step import Step
 from lowtide.step_plan import Limits, cut_rows, smaller
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def surviving_step(
     models: Models,
     batch: RaggedBatch,
-    objective: Objective | OwnLoss,
+    objective: Objective,
     *,
     limits: Limits,
     totals: Totals,
@@ -85,7 +85,7 @@ def _smaller(
     step: Step | None,
     models: Models,
     batch: RaggedBatch,
-    objective: Objective | OwnLoss,
+    objective: Objective,
     limits: Limits,
     failed: OutOfMemory,
 ) -> tuple[Step | None, Limits]:
@@ -116,7 +116,7 @@ def _smaller(
 class StepSnapshot:
     """What a step changes beside gradients and metrics: the random state, and what the objective carries along."""
 
-    def __init__(self, objective: Objective | OwnLoss, device: torch.device) -> None:
+    def __init__(self, objective: Objective, device: torch.device) -> None:
         self.device, self.random = device, random_state(device)
         self.running = getattr(objective, "running", None)
         self.carried = {} if self.running is None else copy.deepcopy(vars(self.running))

@@ -33,7 +33,7 @@ from lowtide.step.evaluate import accompany, evaluate_batch
 from lowtide.step.execute import Backward
 from lowtide.step.in_backward import InBackward
 from lowtide.step.metrics import Totals
-from lowtide.step.models import Models, OwnLoss
+from lowtide.step.models import Models
 from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import NotFinite, check_finite
 from lowtide.step.recovery import StepSnapshot, surviving_scores, surviving_step
@@ -75,7 +75,7 @@ class StepRunner:
     def __init__(
         self,
         model: nn.Module,
-        objective: Objective | OwnLoss,
+        objective: Objective,
         options: Any = None,
         *,
         reference: Scorer | None = None,

@@ -23,7 +23,7 @@ from lowtide.step.evaluate import with_baseline, with_reference
 from lowtide.step.execute import TOKENS, Backward, Execution
 from lowtide.step.losses import losses_of
 from lowtide.step.metrics import Totals
-from lowtide.step.models import Models, OwnLoss
+from lowtide.step.models import Models
 from lowtide.step.pipeline import run_through_stages
 from lowtide.step.rank_sync import RankSync, check_finite
 from lowtide.step_plan import (
@@ -44,7 +44,7 @@ from lowtide.step_plan import (
 def train_step(
     model: nn.Module | Models,
     batch: RaggedBatch,
-    objective: Objective | OwnLoss,
+    objective: Objective,
     *,
     limits: Limits = Limits(),
     backward: Backward = Backward(),
@@ -77,7 +77,7 @@ class Step:
 
     models: Models
     batch: RaggedBatch
-    objective: Objective | OwnLoss
+    objective: Objective
     plan: StepPlan
     needs: Needs
     said: Said
@@ -87,7 +87,7 @@ class Step:
         cls,
         models: Models,
         batch: RaggedBatch,
-        objective: Objective | OwnLoss,
+        objective: Objective,
         limits: Limits,
         backward: Backward,
     ) -> Step:
@@ -110,7 +110,7 @@ class Step:
         cls,
         models: Models,
         batch: RaggedBatch,
-        objective: Objective | OwnLoss,
+        objective: Objective,
         limits: Limits,
         needs: Needs,
         own: Counts,
@@ -129,7 +129,7 @@ class Step:
         cls,
         models: Models,
         batch: RaggedBatch,
-        objective: Objective | OwnLoss,
+        objective: Objective,
         parts: list[MicroBatch],
         limits: Limits,
         needs: Needs,
@@ -245,9 +245,7 @@ def agree(
     return Said(counts, dict(zip(counts, totals, strict=False)), len(everyones) // copies, *most)
 
 
-def needs_of(
-    models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits, backward: Backward
-) -> Needs:
+def needs_of(models: Models, batch: RaggedBatch, objective: Objective, limits: Limits, backward: Backward) -> Needs:
     """What a run asks of a step."""
     meet = "never"
     if models.together:
@@ -293,7 +291,7 @@ def _summaries(own: Summary, long: int, device: torch.device) -> list[Summary]:
 
 
 def _synced_baseline(
-    models: Models, batch: RaggedBatch, objective: Objective | OwnLoss, limits: Limits
+    models: Models, batch: RaggedBatch, objective: Objective, limits: Limits
 ) -> tuple[RaggedBatch, Counts]:
     if objective.baseline is None:
         return batch, {}

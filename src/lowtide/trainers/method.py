@@ -20,7 +20,7 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.loading import said_problem
 from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.technique import Site, Technique
-from lowtide.methods.method import Findings, Method, Objective
+from lowtide.methods.method import OWN, Findings, Method, Objective
 from lowtide.methods.rows import Prepared, RowLayout
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_run import check_same_run
@@ -33,11 +33,11 @@ from lowtide.run.options.training import TrainingConfig
 from lowtide.run.training_run import Inputs, TrainingRun
 from lowtide.run.unwise import unwise
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
-from lowtide.step.models import OwnLoss
 from lowtide.trainers.attributes import set_options
 from lowtide.trainers.budget import Fitted, fit_budget
 from lowtide.trainers.checkpoints.output_folder import check_output
 from lowtide.trainers.hooks import LowtideTrainer, public_call
+from lowtide.trainers.losses.own_loss import OF_TRAINING
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
 from lowtide.trainers.reports.start import StartReport
 from lowtide.trainers.signatures import DEFAULTS
@@ -297,9 +297,9 @@ class MethodTrainer(LowtideTrainer):
         if dataset is None:
             return
         name, run = title_of(dataset, name), self.training_run
-        plain = isinstance(self.runner.objective, OwnLoss) if trained_on else self.own_loss.evaluates(predicts=True)
-        own = "the loss is not the method's own" if plain else None
-        run.check_rows(name, dataset, trained_on=trained_on, why_whole=own)
+        own = self.own_loss
+        plain = own.parts(*OF_TRAINING) if trained_on else own.evaluates(predicts=True)
+        run.check_rows(name, dataset, trained_on=trained_on, why_whole=OWN if plain else None)
         if run.inputs.data_collator is not None:
             given = getattr(self.data_collator, "__self__", self.data_collator)
             title = getattr(given, "__name__", type(given).__name__)

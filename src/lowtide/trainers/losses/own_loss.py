@@ -24,13 +24,13 @@ from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.noise import noisy_embeddings
 from lowtide.engine.padded import padded_inputs
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.methods.method import Objective, TokenObjective
+from lowtide.methods.method import Objective, OwnLoss, TokenObjective
 from lowtide.objectives.outcome import Counts
 from lowtide.ops.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import Part, split
 from lowtide.step.metrics import Totals
-from lowtide.step.models import OwnLoss, scores_of
+from lowtide.step.models import scores_of
 from lowtide.step.rank_sync import random_state, set_random_state
 from lowtide.step_plan import Limits
 from lowtide.trainers.evaluation import PaddedPredictions
@@ -74,7 +74,7 @@ class OwnLosses:
             *(name for name in names if name not in methods and getattr(self.trainer, name, None) is not None),
         ]
 
-    def in_place_of(self, objective: Objective) -> Objective | OwnLoss:
+    def in_place_of(self, objective: Objective) -> Objective:
         """The objective, or the loss in its place that a subclass or a function computes.
 
         Raises:
@@ -91,7 +91,7 @@ class OwnLosses:
         found = self.parts(*OF_TRAINING, *OF_EVALUATION)
         if not found:
             return objective
-        whole = not isinstance(objective, TokenObjective) and objective.whole
+        whole = objective.over == "step"
         if self.trainer.plain_completions is None or whole:
             why = "this loss is of the whole batch of a step, over all its micro-batches"
             why = why if whole else "padded batches with logits are for SFTTrainer, DPOTrainer and RewardTrainer"
@@ -112,7 +112,7 @@ class OwnLosses:
         if not self.parts(*OF_TRAINING):
             return objective
         self._is_sum = getattr(self.trainer, "loss_is_scaled_for_ga", None)
-        return OwnLoss(objective, self._own_loss)
+        return OwnLoss(objective.inner, self._own_loss)
 
     def cost(self) -> str:
         """What padded batches with logits take, in words; empty without a loss of one's own."""

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lowtide.engine.heads.language_model import TokenOutput
+from lowtide.engine.heads.head import ScoreOutput
 from lowtide.objectives.outcome import Mean, Outcome
 from lowtide.ragged import RaggedBatch
 from lowtide.step.metrics import Totals
@@ -19,12 +19,11 @@ def batch(*lengths: int) -> RaggedBatch:
     return RaggedBatch.from_segments([[3] * length for length in lengths])
 
 
-def output(part: RaggedBatch, *, right: int, aux: float) -> TokenOutput:
+def output(part: RaggedBatch, *, right: int, aux: float) -> ScoreOutput:
     """Of entropies 1, 2, 3 ... and so many right tokens."""
     scores = torch.arange(1.0, part.scores + 1)
-    return TokenOutput(
-        logprobs=-scores, loss=scores.sum(), entropies=scores, top1=scores <= right, aux_loss=torch.tensor(aux)
-    )
+    stats = {"logprobs": -scores, "entropies": scores, "top1": scores <= right}
+    return ScoreOutput(scores.sum(), stats, torch.tensor(aux))
 
 
 def test_metrics_of_micro_batches_are_means_over_all_tokens():

@@ -28,7 +28,7 @@ def test_values_are_the_layers_on_hidden_states(head):
     found: Any = Models(model).forward(batch, Scores(batch.score_index, batch.score_target, head=head))
     rows = [[5, 6, 7], [9, 10]]
     expected = [model.value_head(model.model(input_ids=torch.tensor([row])).last_hidden_state[0])[:, 0] for row in rows]
-    torch.testing.assert_close(found.token_values, torch.cat(expected))
+    torch.testing.assert_close(found.stats["values"], torch.cat(expected))
 
 
 def test_a_classifier_begins_the_value_head_without_its_bias():

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.engine.heads.replaced_tokens import ReplacedStats
 from lowtide.methods import (
     bco,
     cpo,
@@ -342,7 +341,8 @@ def test_replaced_tokens(cut):
     }
 
     def loss(part: slice) -> Outcome:
-        stats = ReplacedStats(leaf[0, part], logits[part], replaced[part], present[part])
+        stats = {"logprobs": leaf[0, part], "all_logits": logits[part]}
+        stats |= {"replaced": replaced[part], "present": present[part]}
         found = replaced_token_detection.read_detections(None, stats, None)  # type: ignore[arg-type]
         return replaced_token_detection.loss(found, {"masked": ROWS, "tokens": 5}, weight=50.0, metrics=True)
 

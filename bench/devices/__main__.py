@@ -71,15 +71,14 @@ def planned(model: str, devices: int) -> dict[str, Any]:
     """What is chosen for a model on so many devices, and what is predicted of it; or why nothing fits."""
     from lowtide.planner.budget import budget_bytes
     from lowtide.planner.cluster import Cluster
-    from lowtide.planner.over_devices import plan_over
-    from lowtide.planner.plan import PlanError
+    from lowtide.planner.plan import PlanError, make_plan
 
     run = {"case": model, "devices": devices, "length": LENGTH, "rows": ROWS, "device": DEVICE}
     described, rows = described_run(model)
     cluster = Cluster.of(f"{PER_NODE}x{DEVICE}", devices // PER_NODE)
     try:
         room = budget_bytes("auto", described.device)
-        plan = plan_over(dataclasses.replace(described, cluster=cluster), rows, room, explain=False)
+        plan = make_plan(dataclasses.replace(described, cluster=cluster), rows, room, explain=False)
     except PlanError as error:
         return run | {"refused": str(error), "least_bytes": error.peak_bytes}
     assert plan.spread is not None

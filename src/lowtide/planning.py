@@ -35,7 +35,6 @@ from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device, device_named
 from lowtide.planner.estimate import Estimate, estimate_run
-from lowtide.planner.over_devices import plan_over
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.process import known_process_bytes
 from lowtide.planner.search import Refused
@@ -241,7 +240,7 @@ def plan(
         own |= options_of_lengths(known, _requested(inputs))
         notes = (*notes, *notes_of_lengths(known, {**own, **_requested(inputs)}))
     return in_tracing_process(
-        make_plan if cluster is None else plan_over,
+        make_plan,
         run,
         rows,
         room,
@@ -280,11 +279,11 @@ def estimate_method(
 
 def _estimated_as_planned(run: PlannedRun, rows: Dataset) -> Estimate:
     prepared, _, of_rows = prepared_rows(run, rows)
-    found = measured(run, prepared, {}, None).estimate
+    found = measured(run, prepared, {}, None)
     proposed = ()
     if (said := in_bfloat16(run, {})) is not None:
         with contextlib.suppress(Refused):
-            proposed = with_it(said, measured(run, prepared, {"dtype": "bfloat16"}, None).peak, found.peak_bytes)
+            proposed = with_it(said, measured(run, prepared, {"dtype": "bfloat16"}, None).peak_bytes, found.peak_bytes)
     notes = (*of_rows, *found.notes, *proposed)
     return replace(found, notes=notes, assumptions=assumptions_of(run, {}, found))
 

@@ -9,9 +9,10 @@ import pytest
 from transformers import LlamaConfig
 
 import lowtide
+from lowtide.planner.estimate import Estimate
 from lowtide.planner.pieces import LEAST_TOKENS, Searches, sizes_in_pieces
 from lowtide.planner.plan import Plan, PlanError
-from lowtide.planner.search import Axis, Candidate, Choice, Measured, Refused, Search, Sizes
+from lowtide.planner.search import Axis, Candidate, Choice, Refused, Search, Sizes, peak_of
 from lowtide.planner.tracing_process import tracing_here
 
 LENGTHS = [1024, 200, 100]
@@ -45,7 +46,7 @@ class Table:
         self.cuts = cuts
         self.asked: list[int | None] = []
 
-    def __call__(self, options: Mapping[str, Any], tokens: int | None) -> Measured:
+    def __call__(self, options: Mapping[str, Any], tokens: int | None) -> Estimate:
         self.asked.append(tokens)
         piece = tokens or ROW
         if piece < ROW and not self.cuts:
@@ -59,7 +60,8 @@ class Table:
         }
         slower = 2 if options.get("slow") else 4 / 3 if options.get("full") else 1
         slower *= 1 if pieces == 1 else 4 / 3 + 0.01 * pieces
-        return Measured({"backward": held}, 1 / slower / (1.1 if options.get("away") else 1))
+        rate = 1 / slower / (1.1 if options.get("away") else 1)
+        return Estimate(0, "backward", {"backward": held}, "table", tokens_per_second=rate)  # type: ignore[arg-type]
 
 
 def searches(table: Table, room: float) -> Searches:
@@ -74,7 +76,7 @@ def seconds(table: Table, options: Mapping[str, Any], tokens: int | None, room: 
     """Of a token; without end where it does not fit."""
     found = table(options, tokens)
     assert found.tokens_per_second is not None
-    return 1 / found.tokens_per_second if found.peak <= room else float("inf")
+    return 1 / found.tokens_per_second if peak_of(found.phases) <= room else float("inf")
 
 
 @pytest.mark.parametrize(
@@ -90,8 +92,7 @@ def seconds(table: Table, options: Mapping[str, Any], tokens: int | None, room: 
 )
 def test_rows_are_cut_where_that_is_faster_or_nothing_else_fits(room, cut, options):
     table = Table()
-    search, best = searches(table, room).best()[0]
-    settings = search.settings(best)
+    settings = searches(table, room).best()[0].settings
     budget = settings.pop("tokens_per_microbatch", None)
     assert (settings, budget is not None) == (options, cut)
     assert cut == any(tokens is not None for tokens in table.asked)
@@ -106,34 +107,33 @@ def test_rows_are_cut_where_that_is_faster_or_nothing_else_fits(room, cut, optio
 
 def test_where_rows_cannot_be_cut_whole_ones_are_all_there_is():
     found = searches(Table(cuts=False), 6000)
-    search, best = found.best()[0]
-    assert search.settings(best) == {"slow": True}
+    assert found.best()[0].settings == {"slow": True}
     assert found.why_whole == "rows are seen whole"
     nothing = searches(Table(cuts=False), 2000)
     assert nothing.best() == []
-    assert nothing.smallest().candidate.peak == 1000 + 2 * ROW
+    assert nothing.smallest().peak == 1000 + 2 * ROW
 
 
 def test_the_best_is_traced_where_others_are_predicted_to_be_faster(monkeypatch):
-    slow = Candidate((2,), None, 0.0, 5.0, Measured({}))
-    full = Candidate((1,), None, 0.0, 3.0, None)
+    found = searches(Table(), 20_000)
+    slow = Candidate(found.whole, (2,), None, 0.0, 5.0, Estimate(0, "", {}, "table"))
+    full = Candidate(found.whole, (1,), None, 0.0, 3.0)
     monkeypatch.setattr(Search, "best", lambda search, *_: [] if search.sizes.in_pieces else [slow, full])
-    assert [found.candidate for found in searches(Table(), 20_000).best(1)] == [slow, full]
+    assert found.best(1) == [slow, full]
 
 
 def test_where_predictions_are_too_high_the_smallest_that_fits_is_the_plan(monkeypatch):
     monkeypatch.setattr(Search, "best", lambda *_: [])
-    search, best = searches(Table(), 6000).best()[0]
-    assert best.measured is not None
-    assert best.peak <= search.room
+    best = searches(Table(), 6000).best()[0]
+    assert best.estimate is not None
+    assert best.peak <= best.search.room
     assert searches(Table(), 1000).best() == []
 
 
 def test_the_smallest_peak_is_that_of_pieces():
     found = searches(Table(), 1000)
     assert found.best() == []
-    search, least = found.smallest()
-    assert search.settings(least) == {"slow": True, "away": True, "tokens_per_microbatch": LEAST_TOKENS}
+    assert found.smallest().settings == {"slow": True, "away": True, "tokens_per_microbatch": LEAST_TOKENS}
 
 
 def test_short_rows_and_budgets_that_are_given_leave_nothing_to_cut():

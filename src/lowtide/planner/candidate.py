@@ -14,8 +14,8 @@ from lowtide.memory.optimizers.states import optimizer_name, predict_states
 from lowtide.methods.method import Method
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device
-from lowtide.planner.estimate import estimate_run
-from lowtide.planner.search import Measured, Refused, Sizes
+from lowtide.planner.estimate import Estimate, estimate_run
+from lowtide.planner.search import Refused, Sizes
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.following import stack_of
 from lowtide.planner.tracing.positions import beyond, made_for, positions_of
@@ -199,7 +199,7 @@ def _sizes_of(run: PlannedRun, assembled: TrainingRun, rows: Dataset) -> Sizes:
     return Sizes(min(together, longest), together)
 
 
-def measured(run: PlannedRun, prepared: Dataset, options: Mapping[str, Any], tokens: int | None) -> Measured:
+def measured(run: PlannedRun, prepared: Dataset, options: Mapping[str, Any], tokens: int | None) -> Estimate:
     """What a trace says of a run with some options and a token budget.
 
     Raises:
@@ -207,7 +207,6 @@ def measured(run: PlannedRun, prepared: Dataset, options: Mapping[str, Any], tok
     """
     budget = {} if tokens is None else {"tokens_per_microbatch": tokens}
     try:
-        found = estimate_run(run.faked(prepared, {**options, **budget}), run.device)
+        return estimate_run(run.faked(prepared, {**options, **budget}), run.device)
     except ValueError as reason:
         raise Refused(str(reason)) from reason
-    return Measured(found.phases, found.tokens_per_second, found)

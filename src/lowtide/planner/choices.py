@@ -16,7 +16,11 @@ from lowtide.compat.torch import cpu_has_bf16
 from lowtide.memory.activations.chain_storage import HOST
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.table import TECHNIQUES
+from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
+from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.search import Axis, Choice, Sizes
+from lowtide.run.engine import computed_in
+from lowtide.run.options.configs import config_class
 
 TILE = 1024
 """Tokens of a tile of the MLP: some thousand keep the products large."""
@@ -59,6 +63,23 @@ class Setting:
     """In which weights are loaded, where nobody chooses another."""
     files_dtype: str = ""
     """Of the model's files, where frozen weights can be streamed from them; empty elsewhere."""
+
+
+def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
+    """What there is to choose from for a run."""
+    plain, defaults = run.config({}), config_class(run.method)(output_dir="plan", use_cpu=True, report_to="none")
+    stored = {"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()
+    return Setting(
+        names={*vars(plain), "dtype", "use_peft"} - stored,
+        defaults=vars(defaults),
+        requested=run.requested,
+        device_kind=run.device.kind,
+        exact=exact,
+        adapters=run.peft_config is not None,
+        streamed=streamed,
+        dtype=str(stored_dtype(run)).removeprefix("torch."),
+        files_dtype=files_dtype(run, computed_in(plain)) if run.peft_config is not None else "",
+    )
 
 
 def axes(setting: Setting, sizes: Sizes) -> list[Axis]:

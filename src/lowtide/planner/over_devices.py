@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,23 +17,11 @@ from typing import Any
 from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.planner.answers.ways_out import ways_out
-from lowtide.planner.candidate import PlannedRun, prepared_rows
-from lowtide.planner.choices import axes
+from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.cluster import Cluster
-from lowtide.planner.estimate import BANDS, Estimate, RankTrace
-from lowtide.planner.pieces import Found, Searches, sizes_in_pieces
-from lowtide.planner.plan import (
-    ADVICE,
-    RUNNERS_UP,
-    Alternative,
-    Plan,
-    PlanError,
-    Spread,
-    setting_of,
-    settings_text,
-)
-from lowtide.planner.search import STATES, Axis, Candidate, Measured, Refused, Search, Sizes
+from lowtide.planner.estimate import Estimate, RankTrace
+from lowtide.planner.pieces import Searches
+from lowtide.planner.search import STATES, Axis, Candidate, Refused, Search, Sizes
 from lowtide.planner.sharding.degrees import options_of, sharding_name, shardings_over
 from lowtide.planner.sharding.layout import byte_sum
 from lowtide.ranks.sharding import Sharding
@@ -47,37 +34,11 @@ ALONE = ("optimizer_in_backward", "optimizer_states_on_host", "ref_model_storage
 """Options that a plan leaves out where states are shared: refused, or done by offloading shards."""
 
 
-@dataclass(frozen=True)
-class FoundWay:
-    """A way to spread the run, with the settings beside."""
-
-    sharding: Sharding
-    candidate: Candidate
-    settings: Mapping[str, Any]
-    """Beyond the user's own."""
-    changes: tuple[str, ...]
-    last_resort: bool
-
-    @property
-    def estimate(self) -> Estimate:
-        assert self.candidate.measured is not None
-        return self.candidate.measured.estimate
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the whole run."""
-        return (self.estimate.tokens_per_second or 0.0) * self.sharding.devices
-
-    def beside(self, best: FoundWay) -> Alternative:
-        """As a plan shows it, beside the best."""
-        return Alternative(
-            self.settings,
-            int(self.candidate.peak),
-            best.tokens_per_second / self.tokens_per_second,
-            self.tokens_per_second,
-            self.changes,
-            way=sharding_name(self.sharding),
-        )
+def rate_of_all(found: Candidate) -> float:
+    """Tokens a second of all devices together."""
+    assert found.estimate is not None
+    assert found.sharding is not None
+    return (found.estimate.tokens_per_second or 0.0) * found.sharding.devices
 
 
 @dataclass
@@ -127,7 +88,7 @@ class Way:
     cluster: Cluster
     traces: Traces
 
-    def measured(self, options: Mapping[str, Any], tokens: int | None) -> Measured:
+    def measured(self, options: Mapping[str, Any], tokens: int | None) -> Estimate:
         """What a rank takes.
 
         Raises:
@@ -140,13 +101,11 @@ class Way:
             raise Refused(
                 f"the host of a node would hold {bytes_text(on_host)}, and has {bytes_text(self.cluster.host_bytes)}"
             )
-        return Measured(found.phases, found.tokens_per_second, found)
+        return found
 
-    def found(self, best: Found) -> FoundWay:
-        """What a search found."""
-        search, candidate = best
-        settings = self.options() | search.settings(candidate)
-        return FoundWay(self.sharding, candidate, settings, search.changes(candidate), best.is_last_resort)
+    def found(self, best: Candidate) -> Candidate:
+        """What a search found, spread so."""
+        return best._replace(sharding=self.sharding, spread_by=self.options())
 
     def options(self) -> dict[str, Any]:
         """Those that spread the run so. Ranks that split a micro-batch take more of them, so that a step has as many
@@ -168,26 +127,28 @@ class Ways:
     offered: Callable[[Sizes], Sequence[Axis]]
     """What is chosen beside, for sizes of a micro-batch."""
     sizes: Sizes
+    pieces: Sizes | None
+    """Of rows in pieces; None where none may be cut."""
     room: float
     """Bytes that a peak may take."""
 
-    def over(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[list[FoundWay], dict[str, str]]:
+    def over(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[list[Candidate], dict[str, str]]:
         """The best way and those behind it, each with its best settings; and those that cannot work, with the reason.
         Best is the fastest, or a simpler one that is about as fast."""
         searches, refused = self._searches(cluster, shardings)
         hoped = [(1 / (_plain(each).tokens_per_second or 1.0), number) for number, (_, each) in searches.items()]
-        worth, found = float("inf"), dict[int, FoundWay]()
+        worth, found = float("inf"), dict[int, Candidate]()
         for least, number in sorted(hoped):
             way, of_way = searches[number]
             best = next(iter(of_way.fitting(worth=worth)), None) if least <= worth else None
             if best is not None:
                 found[number] = way.found(best)
-                worth = worth if best.is_last_resort else min(worth, best.candidate.cost * ALIKE)
+                worth = worth if best.is_last_resort else min(worth, best.cost * ALIKE)
         if not found:
             return [], refused
-        order = sorted(found, key=lambda each: (found[each].last_resort, found[each].candidate.cost))
-        limit = found[order[0]].candidate.cost * ALIKE
-        alike = [each for each in order if found[each].candidate.cost <= limit and not found[each].last_resort]
+        order = sorted(found, key=lambda each: (found[each].is_last_resort, found[each].cost))
+        limit = found[order[0]].cost * ALIKE
+        alike = [each for each in order if found[each].cost <= limit and not found[each].is_last_resort]
         simplest = min(alike, default=order[0])
         return [found[simplest], *(found[each] for each in order if each != simplest)], refused
 
@@ -195,10 +156,9 @@ class Ways:
         self, cluster: Cluster, shardings: Sequence[Sharding]
     ) -> tuple[dict[int, tuple[Way, Searches]], dict[str, str]]:
         searches, refused = dict[int, tuple[Way, Searches]](), dict[str, str]()
-        cut = None if self.traces.run.whole_rows else sizes_in_pieces(self.sizes)
         for number, sharding in enumerate(shardings):
             way = Way(sharding, cluster, self.traces)
-            of_way = Searches(functools.partial(self._search, way), self.sizes, cut)
+            of_way = Searches(functools.partial(self._search, way), self.sizes, self.pieces)
             try:
                 _plain(of_way)
             except Refused as reason:
@@ -208,9 +168,15 @@ class Ways:
         return searches, refused
 
     def _search(self, way: Way, sizes: Sizes) -> Search:
-        return Search(way.measured, self.offered(sizes), sizes, self.room)
+        """Beside a way everything is chosen but what several ranks refuse."""
+        shared = [
+            replace(axis, choices=[each for each in axis.choices if not set(ALONE) & set(each.options)])
+            for axis in self.offered(sizes)
+        ]
+        left = [axis for axis in shared if axis.scales or len(axis.choices) > 1]
+        return Search(way.measured, left, sizes, self.room)
 
-    def least(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[FoundWay, dict[str, str]]:
+    def least(self, cluster: Cluster, shardings: Sequence[Sharding]) -> tuple[Candidate, dict[str, str]]:
         """What takes least, whether it fits or not, of the ways that hold the smallest states; and the ways that cannot
         work, with the reason.
 
@@ -224,113 +190,42 @@ class Ways:
         split = max(searches, key=lambda number: searches[number][0].sharding.same_rows)
         tried = [searches[number] for number in {min(states, key=lambda each: states[each]), split}]
         found = (way.found(of_way.smallest()) for way, of_way in tried)
-        return min(found, key=lambda each: each.candidate.peak), refused
+        return min(found, key=lambda each: each.peak), refused
 
-    def least_that_fits(self, cluster: Cluster, shardings: Sequence[Sharding]) -> list[FoundWay]:
+    def least_that_fits(self, cluster: Cluster, shardings: Sequence[Sharding]) -> list[Candidate]:
         """What takes least, where predictions were too high for all that fits; empty if it does not fit either."""
         with contextlib.suppress(Refused):
             least, _ = self.least(cluster, shardings)
-            return [least] if least.candidate.peak <= self.room else []
+            return [least] if least.peak <= self.room else []
         return []
 
 
-def _plain(searches: Searches) -> Measured:
+def _plain(searches: Searches) -> Estimate:
     """Whole rows with the plain settings."""
     return searches.whole.traced(searches.whole.plain, None)
 
 
-def _states(measured: Measured) -> float:
-    return max(sum(phase.get(name, 0) for name in STATES) for phase in measured.phases.values())
+def _states(found: Estimate) -> float:
+    return max(sum(phase.get(name, 0) for name in STATES) for phase in found.phases.values())
 
 
-def plan_over(
-    run: PlannedRun,
-    rows: Dataset,
-    room: int,
-    *,
-    exact: bool = True,
-    explain: bool = True,
-    source: Mapping[str, Any] | None = None,
-    streamed: bool = False,
-    notes: tuple[str, ...] = (),
-) -> Plan:
-    """The fastest way to spread a run that fits a budget, and its settings.
-
-    Args:
-        run: what is planned, and over which devices; what it says of engines is kept.
-        rows: as the trainer takes them.
-        room: the budget of each device, in bytes.
-        exact: whether only settings are chosen that leave the numbers alone.
-        explain: whether other ways are wanted, and the cost a token of one node.
-        source: the user's own settings as a run file has them.
-        streamed: whether the run reads its rows while it trains.
-        notes: of the rows.
-
-    Raises:
-        PlanError: nothing fits; says what takes least.
-        ValueError: the run cannot be planned, with the reason.
-    """
-    assert run.cluster is not None
-    cluster, shardings = run.cluster, _shardings(run, run.cluster)
-    alone = replace(run, requested=_without_engines(run.requested))
-    prepared, sizes, of_rows = prepared_rows(alone, rows)
-    traces = Traces(alone, prepared, _says_how(run), run.known)
-    offered = functools.partial(_axes, alone, exact=exact, streamed=streamed)
-    ways = Ways(traces, offered, sizes, room / (1 + BANDS[run.device.kind]))
-    found, refused = ways.over(cluster, shardings)
-    if not (found := found or ways.least_that_fits(cluster, shardings)):
-        raise _nothing_fits(ways, alone, shardings, room, exact)
-    best, *others = found
-    estimate, loaded = best.estimate, traces.weights * (1 if best.sharding.cuts_files else cluster.per_node)
-    return Plan(
-        method=run.method.name,
-        requested={name: value for name, value in (source or run.requested).items() if name != "memory_budget"},
-        chosen=best.beside(best),
-        budget_bytes=room,
-        device=run.device.name,
-        estimate=replace(estimate, room_bytes=room),
-        runners_up=tuple(each.beside(best) for each in others[: RUNNERS_UP if explain else 0]),
-        refused=refused,
-        notes=(*notes, *of_rows, *estimate.notes, *_loading(loaded, best.sharding, cluster)),
-        speed_by="roofline",
-        traces=len(traces.known),
-        spread=Spread(
-            best.sharding,
-            cluster,
-            host_bytes=estimate.host_bytes * cluster.per_node,
-            loading_bytes=loaded,
-            tokens_per_second=best.tokens_per_second,
-            cost=_cost(best, ways, run, cluster) if explain else None,
-        ),
-    )
-
-
-def _loading(size: int, sharding: Sharding, cluster: Cluster) -> tuple[str, ...]:
-    if size <= cluster.host_bytes or sharding.cuts_files:
-        return ()
-    return (
-        f"the processes of a node load the whole model each, {bytes_text(size)} together, and its host has "
-        f"{bytes_text(cluster.host_bytes)}: it needs more memory than that, or swap, to begin",
-    )
-
-
-def _says_how(run: PlannedRun) -> bool:
+def says_how(run: PlannedRun) -> bool:
     """Whether the user says how the run is spread."""
     return any(run.requested.get(name, default) != default for name, default in SAY_HOW.items())
 
 
-def _without_engines(requested: Mapping[str, Any]) -> dict[str, Any]:
+def without_engines(requested: Mapping[str, Any]) -> dict[str, Any]:
     """For a trace, which is of one rank."""
     return {name: value for name, value in requested.items() if name not in SAY_HOW}
 
 
-def _shardings(run: PlannedRun, cluster: Cluster) -> list[Sharding]:
+def shardings_of(run: PlannedRun, cluster: Cluster) -> list[Sharding]:
     """Those that may be chosen: the one that the user asks for, or all.
 
     Raises:
         ValueError: the one that the user asks for cannot be done, or is not predicted.
     """
-    if _says_how(run):
+    if says_how(run):
         found = sharding_said(run.requested, cluster.devices)
         if found.pipeline_parallel > 1:
             raise ValueError(f"a plan over devices does not predict {found}: leave pipeline_parallel_size out")
@@ -338,50 +233,3 @@ def _shardings(run: PlannedRun, cluster: Cluster) -> list[Sharding]:
     heads = getattr(run.described.get_text_config(), "num_attention_heads", 0) or 0
     ways = shardings_over(cluster, heads)
     return [way for way in ways if way.same_rows == 1] if run.method.taught else ways
-
-
-def _axes(run: PlannedRun, sizes: Sizes, *, exact: bool, streamed: bool) -> list[Axis]:
-    """What is chosen beside: all but what several ranks refuse."""
-    shared = [
-        replace(axis, choices=[each for each in axis.choices if not set(ALONE) & set(each.options)])
-        for axis in axes(setting_of(run, exact=exact, streamed=streamed), sizes)
-    ]
-    return [axis for axis in shared if axis.scales or len(axis.choices) > 1]
-
-
-def _cost(best: FoundWay, ways: Ways, run: PlannedRun, cluster: Cluster) -> float | None:
-    """Device-seconds a token, over those of the best plan of one node; None where nothing fits there."""
-    if cluster.nodes == 1:
-        return 1.0
-    node = cluster.node()
-    try:
-        found, _ = ways.over(node, _shardings(run, node))
-    except ValueError:  # the sizes that the user gives are of more ranks
-        return None
-    if not found:
-        return None
-    return found[0].tokens_per_second / node.devices / (best.tokens_per_second / cluster.devices)
-
-
-def _nothing_fits(ways: Ways, run: PlannedRun, shardings: Sequence[Sharding], room: int, exact: bool) -> PlanError:
-    assert run.cluster is not None
-    cluster = run.cluster
-    where = f"nothing fits {bytes_text(room)} on each of {cluster.devices} {cluster.device.name}"
-    try:
-        least, refused = ways.least(cluster, shardings)
-    except Refused as reason:
-        return PlanError(f"{where}: {reason}", 0, {}, room=room)
-    held = {name: size for name, size in least.estimate.phases[least.estimate.phase].items() if name != "runtime"}
-    (name, size), *_ = Counter(held).most_common()
-    with_what = f"{sharding_name(least.sharding)}; {settings_text(least.settings)}"
-    others = next((f"{way} is left out: {why}. " for way, why in refused.items()), "")
-    return PlanError(
-        f"{where}, {BANDS[cluster.device.kind]:.0%} of it left for what an estimate may miss. The smallest peak found "
-        f"is {bytes_text(int(least.candidate.peak))} ({with_what}); "
-        f"most of it is {name}, {bytes_text(int(size))}. {others}{ADVICE.get(name, ADVICE['weights'])}, or more of "
-        "them.",
-        int(least.candidate.peak),
-        least.settings,
-        ways_out(run, exact=exact),
-        room,
-    )

@@ -7,7 +7,6 @@ first. What does not depend on the tokens of a piece is what the row's keys and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from lowtide.planner.search import ROUND, Candidate, Refused, Search, Sizes
 
@@ -18,23 +17,6 @@ MOST_PIECES = 16
 WORTH = 1.4
 """Pieces are looked at where whole rows take this many times the seconds of the plain settings: a row in pieces takes
 a third more than these, as it does with checkpointing."""
-
-
-class Found(NamedTuple):
-    """Settings that a search found."""
-
-    search: Search
-    candidate: Candidate
-
-    @property
-    def rank(self) -> tuple:
-        """The better the smaller."""
-        return self.search.rank(self.candidate)
-
-    @property
-    def is_last_resort(self) -> bool:
-        """Whether another model is trained, or it is only for when nothing else fits."""
-        return any(choice.last_resort for choice in self.search.choices(self.candidate.combination))
 
 
 class Searches:
@@ -57,7 +39,7 @@ class Searches:
         """That were made."""
         return self.whole.traces + (0 if self._pieces is None else self._pieces.traces)
 
-    def best(self, runners_up: int = 0) -> list[Found]:
+    def best(self, runners_up: int = 0) -> list[Candidate]:
         """The fastest settings that fit, which are traced, and others, which may be predicted to be as fast; empty if
         nothing fits.
 
@@ -65,13 +47,13 @@ class Searches:
             Refused: the plain settings cannot be traced.
         """
         found = self.fitting(runners_up)
-        traced = next((each for each in found if each.candidate.measured is not None), None)
+        traced = next((each for each in found if each.estimate is not None), None)
         traced = traced or self._smallest_that_fit()
         if traced is None:
             return []
         return [traced, *(each for each in found if each is not traced)][: runners_up + 1]  # the others are predicted
 
-    def fitting(self, runners_up: int = 0, worth: float = float("inf")) -> list[Found]:
+    def fitting(self, runners_up: int = 0, worth: float = float("inf")) -> list[Candidate]:
         """What fits, best first, where no prediction was too high.
 
         Args:
@@ -80,20 +62,20 @@ class Searches:
         Raises:
             Refused: the plain settings cannot be traced.
         """
-        found = [Found(self.whole, each) for each in self.whole.best(runners_up, worth)]
+        found = self.whole.best(runners_up, worth)
         if found and not found[0].is_last_resort:
-            cost, plain = found[0].candidate.cost, self.whole.cost(self.whole.plain, None)
+            cost, plain = found[0].cost, self.whole.cost(self.whole.plain, None)
             if cost <= WORTH * plain:
                 return found
             worth = cost
         search = self.pieces()
-        found += [] if search is None else [Found(search, each) for each in search.best(runners_up, worth)]
+        found += [] if search is None else search.best(runners_up, worth)
         return sorted(found, key=lambda each: each.rank)
 
-    def _smallest_that_fit(self) -> Found | None:
+    def _smallest_that_fit(self) -> Candidate | None:
         """The best of what takes least, where predictions were too high for all that fits."""
         self.smallest()
-        fitting = [Found(each, first) for each in self._there() for first in each.fitting()[:1]]
+        fitting = [first for each in self._there() for first in each.fitting()[:1]]
         return min(fitting, key=lambda each: each.rank, default=None)
 
     def pieces(self) -> Search | None:
@@ -108,14 +90,13 @@ class Searches:
                 self._pieces = search
         return self._pieces
 
-    def smallest(self) -> Found:
+    def smallest(self) -> Candidate:
         """What takes least, whether it fits or not; traced.
 
         Raises:
             Refused: nothing can be traced.
         """
-        found = [Found(each, each.smallest()) for each in self._there()]
-        return min(found, key=lambda each: each.candidate.peak)
+        return min((each.smallest() for each in self._there()), key=lambda each: each.peak)
 
     def _there(self) -> Sequence[Search]:
         pieces = self.pieces()

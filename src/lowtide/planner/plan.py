@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from datasets import Dataset
 
 from lowtide.memory.allocators.measure import bytes_text
-from lowtide.planner.answers.assumptions import assumptions_of, files_dtype, in_bfloat16, stored_dtype, with_it
+from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16, with_it
 from lowtide.planner.answers.ways_out import is_taken, ways_out
 from lowtide.planner.candidate import PlannedRun, counted_weights, measured, prepared_rows
-from lowtide.planner.choices import Setting, axes
+from lowtide.planner.choices import axes, setting_of
 from lowtide.planner.cluster import Cluster
-from lowtide.planner.estimate import BANDS
+from lowtide.planner.estimate import BANDS, Estimate
+from lowtide.planner.over_devices import Traces, Ways, rate_of_all, says_how, shardings_of, without_engines
 from lowtide.planner.parallel import processes_at_once
 from lowtide.planner.pieces import Searches, sizes_in_pieces
-from lowtide.planner.search import HOLES, Candidate, Measured, Refused, Search, Sizes
+from lowtide.planner.search import HOLES, Axis, Candidate, Refused, Search, Sizes
+from lowtide.planner.sharding.degrees import sharding_name
 from lowtide.ranks.sharding import Sharding
-from lowtide.run.engine import computed_in
-from lowtide.run.options.configs import config_class
 
 RUNNERS_UP = 3
 IN_PIECES = "rows in pieces"
@@ -229,6 +229,56 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items()) or "the defaults fit"
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for."""
+
+    run: PlannedRun
+    """Without what spreads it over devices, for traces, which are of one rank."""
+    rows: Dataset
+    """Prepared."""
+    sizes: Sizes
+    room: int
+    """The budget, in bytes."""
+    exact: bool
+    """Whether only settings are chosen that leave the numbers alone."""
+    streamed: bool
+    """Whether the run reads its rows while it trains."""
+    explain: bool
+    """Whether runners-up and the effect of each technique are wanted, which take more traces."""
+
+    @property
+    def most(self) -> float:
+        """Bytes that a predicted peak may take: of the budget a part is left for what it may miss."""
+        return self.room / (1 + BANDS[self.run.device.kind])
+
+    @property
+    def pieces(self) -> Sizes | None:
+        """The sizes of rows in pieces; None where none may be cut."""
+        return None if self.run.whole_rows else sizes_in_pieces(self.sizes)
+
+    def axes(self, sizes: Sizes) -> list[Axis]:
+        """What is chosen from, for sizes of a micro-batch."""
+        return axes(setting_of(self.run, exact=self.exact, streamed=self.streamed), sizes)
+
+    def ways_out(self) -> tuple[str, ...]:
+        """What to do where nothing fits."""
+        return ways_out(self.run, exact=self.exact, streamed=self.streamed)
+
+
+class Looked(NamedTuple):
+    """What a look at all that may be chosen found."""
+
+    found: Sequence[Candidate]
+    """What is chosen, and what is behind it; empty if nothing fits."""
+    least: Callable[[], Candidate]
+    """What takes least, whether it fits or not."""
+    refused: Callable[[], Mapping[str, str]]
+    """What cannot work, and why."""
+    told: Callable[[Candidate], dict[str, Any]]
+    """What the plan of the one that is chosen says beside: fields of `Plan`."""
+
+
 def make_plan(
     run: PlannedRun,
     rows: Dataset,
@@ -240,88 +290,88 @@ def make_plan(
     streamed: bool = False,
     notes: tuple[str, ...] = (),
 ) -> Plan:
-    """The fastest settings of a run that fit a budget.
+    """The fastest settings of a run that fit a budget; over several devices also how it is spread.
 
     Args:
-        run: what is planned.
+        run: what is planned, and over which devices; what it says of engines is kept.
         rows: as the trainer takes them.
-        room: the budget, in bytes.
+        room: the budget of each device, in bytes.
         exact: whether only settings are chosen that leave the numbers alone.
         explain: whether runners-up and the effect of each technique are wanted, which take more traces.
         source: the user's own settings as a run file has them, model and dataset among them.
         streamed: whether the run reads its rows while it trains.
+        notes: of the rows.
 
     Raises:
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the run cannot be planned, with the reason.
     """
-    check_weights(run, rows, room, exact=exact, streamed=streamed)
-    prepared, sizes, of_rows = prepared_rows(run, rows)
-    setting = setting_of(run, exact=exact, streamed=streamed)
-
-    def search_of(sizes: Sizes) -> Search:
-        measure = partial(measured, run, prepared)
-        return Search(measure, axes(setting, sizes), sizes, room / (1 + BANDS[run.device.kind]), processes_at_once())
-
-    searches = Searches(search_of, sizes, None if run.whole_rows else sizes_in_pieces(sizes))
-    _refuse_below(*_traced_weights(searches.whole), run, room, exact=exact, streamed=streamed)
-    found = searches.best(RUNNERS_UP if explain else 0)
-    if not found:
-        raise _nothing_fits(searches, room, run, exact, streamed)
-    search, best = found[0]
-    chosen, *others = (_option(each.search, each.candidate, best) for each in found)
-    assert best.measured is not None
+    alone = run if run.cluster is None else replace(run, requested=without_engines(run.requested))
+    shardings = [] if run.cluster is None else shardings_of(run, run.cluster)
+    if run.cluster is None:
+        check_weights(run, rows, room, exact=exact, streamed=streamed)
+    prepared, sizes, of_rows = prepared_rows(alone, rows)
+    asked = Asked(alone, prepared, sizes, room, exact, streamed, explain)
+    looked = _on_one(asked) if run.cluster is None else _over(asked, run, run.cluster, shardings)
+    if not looked.found:
+        raise _nothing_fits(asked, looked)
+    best, *others = looked.found
+    assert best.estimate is not None
+    told = looked.told(best)
     return Plan(
         method=run.method.name,
         requested={name: value for name, value in (source or run.requested).items() if name != "memory_budget"},
-        chosen=chosen,
+        chosen=_beside(best, best),
         budget_bytes=room,
         device=run.device.name,
-        estimate=replace(
-            best.measured.estimate,
-            room_bytes=room,
-            assumptions=assumptions_of(run, search.settings(best), best.measured.estimate),
-        ),
-        runners_up=tuple(others),
-        techniques=tuple(_effects(searches.whole, sizes)) if explain else (),
-        refused=_refusals(searches),
-        notes=(*notes, *of_rows, *best.measured.estimate.notes, *_proposed(run, search, prepared, best)),
-        speed_by="relative costs" if best.measured.tokens_per_second is None else "roofline",
-        traces=searches.traces,
+        runners_up=tuple(_beside(each, best) for each in others[: RUNNERS_UP if explain else 0]),
+        refused=looked.refused(),
+        **told | {"notes": (*notes, *of_rows, *best.estimate.notes, *told["notes"])},
     )
 
 
-def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
-    """What there is to choose from."""
-    plain, defaults = run.config({}), config_class(run.method)(output_dir="plan", use_cpu=True, report_to="none")
-    stored = {"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()
-    return Setting(
-        names={*vars(plain), "dtype", "use_peft"} - stored,
-        defaults=vars(defaults),
-        requested=run.requested,
-        device_kind=run.device.kind,
-        exact=exact,
-        adapters=run.peft_config is not None,
-        streamed=streamed,
-        dtype=str(stored_dtype(run)).removeprefix("torch."),
-        files_dtype=files_dtype(run, computed_in(plain)) if run.peft_config is not None else "",
-    )
+def _beside(each: Candidate, best: Candidate) -> Alternative:
+    """Settings as a plan shows them, beside the best."""
+    seconds, rate = each.cost / best.cost, None
+    if each.sharding is not None:  # which are all traced, and of which the rate is that of all devices
+        rate = rate_of_all(each)
+        seconds = rate_of_all(best) / rate
+    elif best.estimate is not None and best.estimate.tokens_per_second is not None:
+        rate = best.estimate.tokens_per_second / seconds
+    traced, way = each.estimate is not None, "" if each.sharding is None else sharding_name(each.sharding)
+    return Alternative(each.settings, int(each.peak), seconds, rate, each.changes, traced, way)
 
 
-def _option(search: Search, candidate: Candidate, best: Candidate) -> Alternative:
-    rate = best.measured.tokens_per_second if best.measured else None
-    seconds = candidate.cost / best.cost
-    rate = None if rate is None else rate / seconds
-    traced = candidate.measured is not None
-    return Alternative(
-        search.settings(candidate), int(candidate.peak), seconds, rate, search.changes(candidate), traced
-    )
+# -- one device ------------------------------------------------------------------------------------------------------
+
+
+def _on_one(asked: Asked) -> Looked:
+    run, measure = asked.run, partial(measured, asked.run, asked.rows)
+
+    def search_of(sizes: Sizes) -> Search:
+        return Search(measure, asked.axes(sizes), sizes, asked.most, processes_at_once())
+
+    def told(best: Candidate) -> dict[str, Any]:
+        found = best.estimate
+        assert found is not None
+        return {
+            "estimate": replace(found, room_bytes=asked.room, assumptions=assumptions_of(run, best.settings, found)),
+            "techniques": tuple(_effects(searches.whole, asked.sizes)) if asked.explain else (),
+            "notes": _proposed(asked, best),
+            "speed_by": "relative costs" if found.tokens_per_second is None else "roofline",
+            "traces": searches.traces,
+        }
+
+    searches = Searches(search_of, asked.sizes, asked.pieces)
+    _refuse_below(*_traced_weights(searches.whole), run, asked.room, exact=asked.exact, streamed=asked.streamed)
+    found = searches.best(RUNNERS_UP if asked.explain else 0)
+    return Looked(found, searches.smallest, lambda: _refusals(searches), told)
 
 
 def _effects(search: Search, sizes: Sizes) -> list[Effect]:
     plain = search.traced(search.plain, None)
 
-    def seconds(alone: Measured, otherwise: float) -> float:
+    def seconds(alone: Estimate, otherwise: float) -> float:
         if plain.tokens_per_second is None or alone.tokens_per_second is None:
             return otherwise
         return plain.tokens_per_second / alone.tokens_per_second
@@ -330,7 +380,7 @@ def _effects(search: Search, sizes: Sizes) -> list[Effect]:
         Effect(
             choice.name,
             choice.options,
-            int(plain.peak - alone.peak),
+            plain.peak_bytes - alone.peak_bytes,
             seconds(alone, choice.slower) if choice.timed else choice.slower,
             choice.changes,
         )
@@ -340,7 +390,7 @@ def _effects(search: Search, sizes: Sizes) -> list[Effect]:
         least = search.traced(search.plain, sizes.longest)
         options = {"tokens_per_microbatch": sizes.longest}
         cost = search.cost(search.plain, sizes.longest) / search.cost(search.plain, None)
-        found.append(Effect("token budget", options, int(plain.peak - least.peak), seconds(least, cost)))
+        found.append(Effect("token budget", options, plain.peak_bytes - least.peak_bytes, seconds(least, cost)))
     return sorted(found, key=lambda each: -each.saved_bytes)
 
 
@@ -357,26 +407,19 @@ def _refusals(searches: Searches) -> dict[str, str]:
     }
 
 
-def _on_the_host(estimate: Any) -> tuple[str, ...]:
-    """What a run keeps in host memory while it trains."""
-    if not estimate.host_bytes:
-        return ()
-    return (f"{bytes_text(estimate.host_bytes)} of host memory are needed beside the device's.",)
-
-
-def _proposed(run: PlannedRun, search: Search, prepared: Dataset, best: Candidate) -> tuple[str, ...]:
+def _proposed(asked: Asked, best: Candidate) -> tuple[str, ...]:
     """What a plan needs of the host; and frozen weights in bfloat16, where they are float32."""
-    assert best.measured is not None
-    on_host = _on_the_host(best.measured.estimate)
-    settings = search.options(best.combination)
-    there = in_bfloat16(run, settings)
+    assert best.estimate is not None
+    size, settings = best.estimate.host_bytes, best.search.options(best.combination)
+    on_host = (f"{bytes_text(size)} of host memory are needed beside the device's.",) if size else ()
+    there = in_bfloat16(asked.run, settings)
     if there is None:
         return on_host
     try:
-        other = measured(run, prepared, {**settings, "dtype": "bfloat16"}, best.tokens)
+        other = measured(asked.run, asked.rows, {**settings, "dtype": "bfloat16"}, best.tokens)
     except Refused:
         return on_host
-    return (*on_host, *with_it(there, other.peak, best.peak))
+    return (*on_host, *with_it(there, other.peak_bytes, best.peak))
 
 
 COMPUTING = ("forward", "backward")
@@ -421,30 +464,101 @@ def _traced_weights(search: Search) -> tuple[int, Iterator[int]]:
     return _weights(search.traced(search.plain, None)), map(_weights, search.alone_with(STREAMS))
 
 
-def _weights(measured: Measured) -> int:
+def _weights(found: Estimate) -> int:
     """Bytes of weights that are there whenever a model is trained on; of streamed ones, in each phase of that."""
-    return int(min(phase.get("weights", 0) for name, phase in measured.phases.items() if name in COMPUTING))
+    return int(min(phase.get("weights", 0) for name, phase in found.phases.items() if name in COMPUTING))
 
 
-def _nothing_fits(searches: Searches, room: int, run: PlannedRun, exact: bool, streamed: bool) -> PlanError:
+# -- several devices -------------------------------------------------------------------------------------------------
+
+
+def _over(asked: Asked, run: PlannedRun, cluster: Cluster, shardings: Sequence[Sharding]) -> Looked:
+    traces = Traces(asked.run, asked.rows, says_how(run), run.known)
+    ways = Ways(traces, asked.axes, asked.sizes, asked.pieces, asked.most)
+    found, refused = ways.over(cluster, shardings)
+
+    def told(best: Candidate) -> dict[str, Any]:
+        estimate, sharding = best.estimate, best.sharding
+        assert estimate is not None
+        assert sharding is not None
+        loaded = traces.weights * (1 if sharding.cuts_files else cluster.per_node)
+        spread = Spread(
+            sharding,
+            cluster,
+            host_bytes=estimate.host_bytes * cluster.per_node,
+            loading_bytes=loaded,
+            tokens_per_second=rate_of_all(best),
+            cost=_cost(best, ways, run, cluster) if asked.explain else None,
+        )
+        return {
+            "estimate": replace(estimate, room_bytes=asked.room),
+            "notes": _loading(spread),
+            "speed_by": "roofline",
+            "traces": len(traces.known),
+            "spread": spread,
+        }
+
+    def least() -> Candidate:
+        return ways.least(cluster, shardings)[0]
+
+    return Looked(found or ways.least_that_fits(cluster, shardings), least, lambda: refused, told)
+
+
+def _loading(spread: Spread) -> tuple[str, ...]:
+    size, host = spread.loading_bytes, spread.cluster.host_bytes
+    if size <= host or spread.sharding.cuts_files:
+        return ()
+    return (
+        f"the processes of a node load the whole model each, {bytes_text(size)} together, and its host has "
+        f"{bytes_text(host)}: it needs more memory than that, or swap, to begin",
+    )
+
+
+def _cost(best: Candidate, ways: Ways, run: PlannedRun, cluster: Cluster) -> float | None:
+    """Device-seconds a token, over those of the best plan of one node; None where nothing fits there."""
+    if cluster.nodes == 1:
+        return 1.0
+    node = cluster.node()
     try:
-        search, least = searches.smallest()
+        found, _ = ways.over(node, shardings_of(run, node))
+    except ValueError:  # the sizes that the user gives are of more ranks
+        return None
+    if not found:
+        return None
+    return rate_of_all(found[0]) / node.devices / (rate_of_all(best) / cluster.devices)
+
+
+# -- nothing fits ----------------------------------------------------------------------------------------------------
+
+
+def _nothing_fits(asked: Asked, looked: Looked) -> PlanError:
+    cluster, device, room = asked.run.cluster, asked.run.device, asked.room
+    each = "" if cluster is None else f"each of {cluster.devices} "
+    where = f"nothing fits {bytes_text(room)} on {each}{device.name}"
+    try:
+        least = looked.least()
     except Refused as reason:
-        return PlanError(str(reason), 0, {}, room=room)
-    assert least.measured is not None
-    option = _option(search, least, least)
-    phase = max(least.measured.phases.values(), key=lambda each: sum(each.values()) - each.get(HOLES, 0))
-    inside = {name: size for name, size in phase.items() if name not in ("runtime", HOLES) or size > room}
+        return PlanError(str(reason) if cluster is None else f"{where}: {reason}", 0, {}, room=room)
+    found = least.estimate
+    assert found is not None
+    held = found.phases[found.phase]
+    inside = {name: size for name, size in held.items() if name not in ("runtime", HOLES) or size > room}
     (name, size), *_ = Counter(inside).most_common()
-    whole = "" if searches.why_whole is None else f" {IN_PIECES.capitalize()} cannot work here: {searches.why_whole}."
+    way = "" if least.sharding is None else f"{sharding_name(least.sharding)}; "
+    advice, refused = ADVICE.get(name, ADVICE["weights"]), looked.refused()
+    if cluster is None:
+        why = refused.get(IN_PIECES)
+        advice += "." if why is None else f". {IN_PIECES.capitalize()} cannot work here: {why}."
+    else:
+        others = next((f"{other} is left out: {why}. " for other, why in refused.items()), "")
+        advice = f"{others}{advice}, or more of them."
     return PlanError(
-        f"nothing fits {bytes_text(room)} on {run.device.name}, {BANDS[run.device.kind]:.0%} of it left for what an "
-        f"estimate may miss. The smallest peak found is {bytes_text(option.peak_bytes)} "
-        f"({settings_text(option.settings)}); most of it is {name}, {bytes_text(size)}. "
-        f"{ADVICE.get(name, ADVICE['weights'])}.{whole}",
-        option.peak_bytes,
-        option.settings,
-        tuple(way for way in ways_out(run, exact=exact, streamed=streamed) if not is_taken(way, option.settings)),
+        f"{where}, {BANDS[device.kind]:.0%} of it left for what an estimate may miss. The smallest peak found is "
+        f"{bytes_text(int(least.peak))} ({way}{settings_text(least.settings)}); most of it is {name}, "
+        f"{bytes_text(int(size))}. {advice}",
+        int(least.peak),
+        least.settings,
+        tuple(way for way in asked.ways_out() if cluster is not None or not is_taken(way, least.settings)),
         room,
     )
 

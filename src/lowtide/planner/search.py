@@ -16,9 +16,12 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from lowtide.planner.estimate import Estimate
 from lowtide.planner.parallel import beside
+from lowtide.ranks.sharding import Sharding
 
 MICRO_BATCH_TOKENS = 128
 """A micro-batch costs as much as so many tokens more (weights are read, kernels started), where no roofline says it;
@@ -39,6 +42,9 @@ STATES = ("weights", "gradients", "optimizer", "reference", "keys", "runtime")
 
 HOLES = "cache"
 """The category of what an allocator holds and no tensor has."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""No settings."""
 
 Combination = tuple[int, ...]
 """For each axis the number of a choice."""
@@ -77,21 +83,6 @@ class Axis:
     """Whether what it does depends on the tokens of a micro-batch, beyond a factor."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a trace says of some settings."""
-
-    phases: Bytes
-    tokens_per_second: float | None = None
-    estimate: Any = None
-    """What it is from, for those who want more."""
-
-    @property
-    def peak(self) -> float:
-        """The most bytes at a time."""
-        return max((sum(each.values()) for each in self.phases.values()), default=0.0)
-
-
 class Sizes(NamedTuple):
     """The tokens of a micro-batch: the least and the most that may be chosen."""
 
@@ -113,21 +104,57 @@ class Sizes(NamedTuple):
 class Candidate(NamedTuple):
     """Settings, and what is predicted of them."""
 
+    search: Search
+    """That it is of."""
     combination: Combination
     tokens: int | None
     """Of a micro-batch; None for the most that it may have."""
     peak: float
     cost: float
     """Seconds a token, in some unit."""
-    measured: Measured | None
+    estimate: Estimate | None = None
     """By a trace of its own; None where it is predicted from those of others."""
+    sharding: Sharding | None = None
+    """How the run is spread over several devices."""
+    spread_by: Mapping[str, Any] = NOTHING
+    """The settings that spread it so."""
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Those that it is made of."""
+        return self.search.choices(self.combination)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a user would write, with the token budget."""
+        budget = self.search.budget(self.tokens)
+        cut = {} if budget is None else {"tokens_per_microbatch": budget}
+        return {**self.spread_by, **self.search.options(self.combination), **cut}
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """What its settings change in the results."""
+        return tuple(choice.changes for choice in self.choices if choice.changes)
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether another model is trained, or it is only for when nothing else fits."""
+        return any(choice.last_resort for choice in self.choices)
+
+    @property
+    def rank(self) -> tuple:
+        """The better the smaller: no last resort, fast, exact, little to set."""
+        choices = self.choices
+        settings = sum(len(choice.options) for choice in choices) + (self.tokens is not None)
+        inexact = sum(choice.changes is not None for choice in choices)
+        return sum(choice.last_resort for choice in choices), self.cost, inexact, settings
 
 
 class Refused(ValueError):
     """Settings that cannot work together, or not with this model."""
 
 
-Measure = Callable[[Mapping[str, Any], int | None], Measured]
+Measure = Callable[[Mapping[str, Any], int | None], Estimate]
 """Options and a token budget -> what a trace says.
 
 Raises `Refused` where they cannot work."""
@@ -150,7 +177,7 @@ class Search:
         self.traces = 0
         self.refused: dict[Traced, str] = {}
         self.plain: Combination = (0,) * len(axes)
-        self._known: dict[Traced, Measured] = {}
+        self._known: dict[Traced, Estimate] = {}
 
     def best(self, runners_up: int = 0, worth: float = math.inf) -> list[Candidate]:
         """The fastest that fits, which is traced, and those behind it, which are predicted; empty if nothing fits.
@@ -168,10 +195,10 @@ class Search:
         waiting: list[tuple[Any, int, str, Candidate, int]] = []
 
         def wait(stage: str, candidate: Candidate, tries: int = 0) -> None:
-            heapq.heappush(waiting, (self.rank(candidate), next(order), stage, candidate, tries))
+            heapq.heappush(waiting, (candidate.rank, next(order), stage, candidate, tries))
 
         for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
-            wait("hoped", Candidate(combination, None, 0.0, self._hoped(combination), None))
+            wait("hoped", Candidate(self, combination, None, 0.0, self.cost(combination, None)))
         while waiting and len(found) <= runners_up:
             _, _, stage, candidate, tries = heapq.heappop(waiting)
             if candidate.cost > worth * TOO_SLOW:
@@ -205,23 +232,24 @@ class Search:
         for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
             for tokens in {None} if self._cannot_be_cut(combination) else {None, size}:
                 try:
-                    peak = _peak(self._bytes(combination, tokens))
+                    predicted.append(self._candidate(combination, tokens))
                 except Refused:
                     continue
-                predicted.append(Candidate(combination, tokens, peak, self.cost(combination, tokens), None))
-        order = sorted(predicted, key=lambda each: (each.peak, self.rank(each)))
+        order = sorted(predicted, key=_smallest_first)
         proved = (each for each in map(self._proved, order) if each is not None)
         if list(itertools.islice(proved, TRIES)):  # the first may take more than predicted, and those behind it less
-            return min(self._all_traced(), key=lambda each: (each.peak, self.rank(each)))
+            return min(self._all_traced(), key=_smallest_first)
         raise Refused(next(iter(self.refused.values()), "there are no settings to choose from"))
 
     def fitting(self) -> list[Candidate]:
         """All that was traced and fits, best first."""
-        return sorted((each for each in self._all_traced() if each.peak <= self.room), key=self.rank)
+        return sorted((each for each in self._all_traced() if each.peak <= self.room), key=lambda each: each.rank)
 
     def _all_traced(self) -> list[Candidate]:
-        traced = (Candidate(*key, each.peak, self.cost(*key), each) for key, each in self._known.items())
-        return [self._with_rate(each) for each in traced]
+        return [
+            self._with_rate(Candidate(self, *key, peak_of(each.phases), self.cost(*key), each))
+            for key, each in self._known.items()
+        ]
 
     def options(self, combination: Combination) -> dict[str, Any]:
         """What a user would write."""
@@ -231,16 +259,11 @@ class Search:
         """The choices of a combination."""
         return [axis.choices[number] for axis, number in zip(self.axes, combination, strict=True)]
 
-    def settings(self, candidate: Candidate) -> dict[str, Any]:
-        """What a user would write for a candidate, with its token budget."""
-        budget = self._budget(candidate.tokens)
-        return self.options(candidate.combination) | ({} if budget is None else {"tokens_per_microbatch": budget})
+    def budget(self, tokens: int | None) -> int | None:
+        """The token budget with which a micro-batch has so many tokens."""
+        return self.sizes.budget if tokens is None else tokens
 
-    def changes(self, candidate: Candidate) -> tuple[str, ...]:
-        """What its settings change in the results."""
-        return tuple(choice.changes for choice in self.choices(candidate.combination) if choice.changes)
-
-    def alone(self) -> Iterator[tuple[Choice, Measured]]:
+    def alone(self) -> Iterator[tuple[Choice, Estimate]]:
         """Each choice by itself beside plain settings, as far as it works."""
         self._trace_beside(self._every_choice())
         for axis, name in enumerate(self.axes):
@@ -250,7 +273,7 @@ class Search:
                 except Refused:
                     continue
 
-    def alone_with(self, options: Collection[str]) -> Iterator[Measured]:
+    def alone_with(self, options: Collection[str]) -> Iterator[Estimate]:
         """The same, of those choices that set one of some options."""
         for axis, name in enumerate(self.axes):
             for number, choice in enumerate(name.choices):
@@ -258,7 +281,7 @@ class Search:
                     with contextlib.suppress(Refused):
                         yield self.traced(self._only(axis, number), None)
 
-    def traced(self, combination: Combination, tokens: int | None) -> Measured:
+    def traced(self, combination: Combination, tokens: int | None) -> Estimate:
         """What a trace says, which is made once.
 
         Raises:
@@ -271,15 +294,15 @@ class Search:
             raise Refused(self.refused[key])
         return self._known[key]
 
-    def _tried(self, key: Traced) -> Measured | Refused:
+    def _tried(self, key: Traced) -> Estimate | Refused:
         """What a trace says, or why there is none."""
         combination, tokens = key
         try:
-            return self.measure(self.options(combination), self._budget(tokens))
+            return self.measure(self.options(combination), self.budget(tokens))
         except Refused as reason:
             return reason
 
-    def _take_in(self, key: Traced, found: Measured | Refused) -> None:
+    def _take_in(self, key: Traced, found: Estimate | Refused) -> None:
         self.traces += 1
         if isinstance(found, Refused):
             self.refused[key] = str(found)
@@ -332,10 +355,6 @@ class Search:
 
     # -- predicting ---------------------------------------------------------------------------------------------
 
-    def _budget(self, tokens: int | None) -> int | None:
-        """The token budget with which a micro-batch has so many tokens."""
-        return self.sizes.budget if tokens is None else tokens
-
     @property
     def _less(self) -> int | None:
         """The smallest budget; None where there is nothing to cut."""
@@ -357,15 +376,19 @@ class Search:
         try:
             if self._states(combination) > self.room * DOUBT:
                 return None
-            whole = _peak(self._bytes(combination, None))
-            if whole <= self.room * DOUBT:
-                return Candidate(combination, None, whole, self.cost(combination, None), None)
+            whole = self._candidate(combination, None)
+            if whole.peak <= self.room * DOUBT:
+                return whole
             if self._cannot_be_cut(combination) or (tokens := self._most_tokens(combination)) is None:
                 return None
-            peak = _peak(self._bytes(combination, tokens))
+            return self._candidate(combination, tokens)
         except Refused:
             return None
-        return Candidate(combination, tokens, peak, self.cost(combination, tokens), None)
+
+    def _candidate(self, combination: Combination, tokens: int | None) -> Candidate:
+        """As it is predicted from the traces of others."""
+        peak = peak_of(self._bytes(combination, tokens))
+        return Candidate(self, combination, tokens, peak, self.cost(combination, tokens))
 
     def _refined(self, candidate: Candidate) -> Candidate | None:
         """The same, once the smaller size is traced; a candidate of that size is as well traced itself."""
@@ -387,10 +410,10 @@ class Search:
 
     def _most_tokens(self, combination: Combination) -> int | None:
         low = self.sizes.longest
-        if _peak(self._bytes(combination, low)) > self.room * DOUBT:
+        if peak_of(self._bytes(combination, low)) > self.room * DOUBT:
             return None
         steps = range(low, self.sizes.whole, ROUND)
-        fitting = _last(steps, lambda tokens: _peak(self._bytes(combination, tokens)) <= self.room)
+        fitting = _last(steps, lambda tokens: peak_of(self._bytes(combination, tokens)) <= self.room)
         return low if fitting is None else fitting // ROUND * ROUND if fitting // ROUND * ROUND >= low else low
 
     def _fewer(self, traced: Candidate) -> Candidate | None:
@@ -404,26 +427,26 @@ class Search:
                 tokens = self._tokens_below(traced)
         except Refused:
             return None
-        return traced._replace(tokens=tokens, measured=None, cost=self.cost(traced.combination, tokens))
+        return traced._replace(tokens=tokens, estimate=None, cost=self.cost(traced.combination, tokens))
 
     def _tokens_below(self, traced: Candidate) -> int:
         """Where the line from a trace to the smaller size meets the room."""
         low, now = self.sizes.longest, traced.tokens or self.sizes.whole
-        least = _peak(self._bytes(traced.combination, low))
+        least = peak_of(self._bytes(traced.combination, low))
         share = (self.room - least) / max(traced.peak - least, 1.0)
         return max(low, min(int(low + (now - low) * share), now - ROUND) // ROUND * ROUND)
 
     def _proved(self, candidate: Candidate) -> Candidate | None:
         try:
-            measured = self.traced(candidate.combination, candidate.tokens)
+            found = self.traced(candidate.combination, candidate.tokens)
         except Refused:
             return None
-        return self._with_rate(candidate._replace(peak=measured.peak, measured=measured))
+        return self._with_rate(candidate._replace(peak=peak_of(found.phases), estimate=found))
 
     def _with_rate(self, candidate: Candidate) -> Candidate:
         """What is traced, with the cost that its trace says."""
-        rate = None if candidate.measured is None else candidate.measured.tokens_per_second
-        timed = all(choice.timed for choice in self.choices(candidate.combination))
+        rate = None if candidate.estimate is None else candidate.estimate.tokens_per_second
+        timed = all(choice.timed for choice in candidate.choices)
         return candidate if rate is None or not timed else candidate._replace(cost=1 / rate)
 
     def _bytes(self, combination: Combination, tokens: int | None) -> Bytes:
@@ -476,21 +499,6 @@ class Search:
 
     # -- speed ---------------------------------------------------------------------------------------------------
 
-    def rank(self, candidate: Candidate) -> tuple:
-        """The better the smaller: no last resort, fast, exact, little to set."""
-        choices = self.choices(candidate.combination)
-        settings = sum(len(choice.options) for choice in choices) + (candidate.tokens is not None)
-        return (
-            sum(choice.last_resort for choice in choices),
-            candidate.cost,
-            sum(choice.changes is not None for choice in choices),
-            settings,
-        )
-
-    def _hoped(self, combination: Combination) -> float:
-        """The cost in one micro-batch, from what is known without a trace of it."""
-        return self.cost(combination, None)
-
     def cost(self, combination: Combination, tokens: int | None) -> float:
         """Seconds a token in some unit, predicted; `tokens` is the budget."""
         plain = self._known.get((self.plain, None))
@@ -519,8 +527,13 @@ class Search:
         return choice.slower / first.slower
 
 
-def _peak(phases: Bytes) -> float:
-    return Measured(phases).peak
+def peak_of(phases: Bytes) -> float:
+    """The most bytes at a time."""
+    return max((sum(each.values()) for each in phases.values()), default=0.0)
+
+
+def _smallest_first(candidate: Candidate) -> tuple:
+    return candidate.peak, candidate.rank
 
 
 def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
@@ -567,7 +580,7 @@ def _beside_most(alone: float, found: float, plain: float) -> float:
 
 def _holes(phases: Bytes) -> float:
     """Bytes that an allocator holds beside tensors when these peak."""
-    return _peak(phases) - max((sum(each.values()) - each.get(HOLES, 0) for each in phases.values()), default=0)
+    return peak_of(phases) - max((sum(each.values()) - each.get(HOLES, 0) for each in phases.values()), default=0)
 
 
 def _most(phases: Bytes) -> dict[str, float]:

@@ -18,7 +18,7 @@ from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
 from lowtide.memory.kernels.liger import liger_kernels, why_no_kernels
 from lowtide.memory.optimizers.lora_fa import freeze_down_projections, why_no_projections
 from lowtide.memory.options import TWO_PASS
-from lowtide.memory.technique import Site, Technique
+from lowtide.memory.technique import Choosing, Site, Technique
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.target import kind_of
 
@@ -34,6 +34,12 @@ COMPILED = "compiled layers hold the weights that they were compiled with: switc
 SEVERAL = "steps of several micro-batches keep their gradients to the end, as they would without it"
 LAYERS = ("use_liger_kernel", "torch_compile", "mlp_tile_tokens")
 EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
+ANOTHER = "another optimizer"
+"""How what those change begins that are no AdamW."""
+OPTIMIZER = Choosing("optimizer")
+"""Of optimizers that take AdamW's place with its hyperparameters."""
+STREAMED = 1.1
+"""Seconds of a step whose weights are read a layer at a time from the system's file cache, as a multiple."""
 FOUR = "moments are rounded to 4 bits in blocks (arXiv 2309.01507)"
 
 
@@ -178,11 +184,11 @@ def _no_vocabulary(site: Site) -> str | None:
     return None if found else "a head of labels has no vocabulary at its end"
 
 
-def _optimizer(name: str, saves: str, changes: str | None, *values: str, needs: tuple[str, ...] = ()) -> Technique:
+def _optimizer(name: str, saves: str, changes: str | None, *values: str, **more: Any) -> Technique:
     """An optimizer that transformers names."""
-    changes = f"another optimizer ({changes})" if changes and changes.startswith("arXiv") else changes
+    changes = f"{ANOTHER} ({changes})" if changes and changes.startswith("arXiv") else changes
     options = {"optim": values[0]}
-    return Technique(name, saves, options, option_is("optim", *values), ("optimizer",), changes, needs=needs)
+    return Technique(name, saves, options, option_is("optim", *values), ("optimizer",), changes, **more)
 
 
 TECHNIQUES: dict[str, Technique] = {
@@ -193,12 +199,14 @@ TECHNIQUES: dict[str, Technique] = {
             "all activations of a layer except its input, for a third more compute",
             {"gradient_checkpointing": True},
             option_is("gradient_checkpointing"), lowers=("activations",), named=False,
+            chosen=Choosing("activations", 4 / 3),
         ),
         Technique(
             "checkpointing that keeps attention",
             "activations except attention's outputs, which are slow to compute again for long rows",
             {"checkpointing_policy": "attention"},
             option_is("checkpointing_policy", "attention"),
+            chosen=Choosing("activations", 3.9 / 3),
             refused=_without_checkpointing,
             begin=_checkpointing,
         ),
@@ -207,6 +215,7 @@ TECHNIQUES: dict[str, Technique] = {
             "activations except the outputs of matrix products and attention: little is computed again",
             {"checkpointing_policy": "matmul"},
             option_is("checkpointing_policy", "matmul"),
+            chosen=Choosing("activations", 1.03),
             refused=_without_checkpointing,
             begin=_checkpointing,
         ),
@@ -215,6 +224,7 @@ TECHNIQUES: dict[str, Technique] = {
             "activations of one layer in k",
             {"checkpointing_every": 2},
             lambda options: options.checkpointing_every > 1,
+            chosen=Choosing("activations", 3.5 / 3),
             refused=_without_checkpointing,
             begin=_checkpointing,
         ),
@@ -256,6 +266,7 @@ TECHNIQUES: dict[str, Technique] = {
             "gradients: each is freed as its parameter is stepped; with one micro-batch a step",
             {"optimizer_in_backward": True, "max_grad_norm": 0.0},
             option_is("optimizer_in_backward", True),
+            chosen=Choosing("gradients", whole=True),
             lowers=("gradients",),
             refused=_gradients_that_wait,
             remark=SEVERAL,
@@ -265,6 +276,7 @@ TECHNIQUES: dict[str, Technique] = {
             "gradients, with exact clipping by the global norm, at twice the compute",
             {"optimizer_in_backward": TWO_PASS},
             option_is("optimizer_in_backward", TWO_PASS),
+            chosen=Choosing("gradients", 2.0, whole=True),
             lowers=("gradients",),
             refused=_gradients_that_wait,
             remark=SEVERAL,
@@ -274,6 +286,7 @@ TECHNIQUES: dict[str, Technique] = {
             "a quarter of the states: bfloat16 weights and 16 bits of remainder in place of float32 masters",
             {"optim": "adamw_compressed"},
             option_is("optim", "adamw_compressed"),
+            chosen=OPTIMIZER,
             lowers=("weights", "gradients"),
             changes="forward and backward run in bfloat16; the trajectory is that of float32 masters, bit by bit",
         ),
@@ -282,6 +295,7 @@ TECHNIQUES: dict[str, Technique] = {
             "float32 masters: weights are bfloat16, rounded up or down at random",
             {"optim": "adamw_stochastic"},
             option_is("optim", "adamw_stochastic"),
+            chosen=OPTIMIZER,
             lowers=("weights", "gradients"),
             changes="weights are rounded at each step, right on average; forward and backward run in bfloat16",
         ),
@@ -290,6 +304,7 @@ TECHNIQUES: dict[str, Technique] = {
             "float32 masters and three quarters of the moments: 4 bytes a parameter and its gradient remain",
             {"optim": "adamw_stochastic_8bit"},
             option_is("optim", "adamw_stochastic_8bit"),
+            chosen=OPTIMIZER,
             lowers=("weights", "gradients", "optimizer"),
             changes=f"as with stochastic rounding alone, and {EIGHT}",
         ),
@@ -303,7 +318,8 @@ TECHNIQUES: dict[str, Technique] = {
             "companding (arXiv 2602.23349)",
         ),
         _optimizer(
-            "Adafactor", "both moments, except a row and a column of the second", "arXiv 1804.04235", "adafactor"
+            "Adafactor", "both moments, except a row and a column of the second", "arXiv 1804.04235", "adafactor",
+            chosen=OPTIMIZER,
         ),
         _optimizer("Muon", "one of the two moments of the matrices in layers", "arXiv 2502.16982", "muon"),
         Technique(
@@ -318,14 +334,16 @@ TECHNIQUES: dict[str, Technique] = {
             prepare=lambda site: freeze_down_projections(site.model),
         ),
         _optimizer(
-            "8-bit AdamW (torchao)", "three quarters of the moments", EIGHT, "adamw_torch_8bit", needs=("torchao",)
+            "8-bit AdamW (torchao)", "three quarters of the moments", EIGHT, "adamw_torch_8bit", needs=("torchao",),
+            chosen=OPTIMIZER,
         ),
         _optimizer(
-            "4-bit AdamW (torchao)", "seven eighths of the moments", FOUR, "adamw_torch_4bit", needs=("torchao",)
+            "4-bit AdamW (torchao)", "seven eighths of the moments", FOUR, "adamw_torch_4bit", needs=("torchao",),
+            chosen=OPTIMIZER,
         ),
         _optimizer(
             "8-bit AdamW (bitsandbytes)", "three quarters of the moments", EIGHT,
-            "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", needs=("bitsandbytes",),
+            "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", needs=("bitsandbytes",), chosen=OPTIMIZER,
         ),
         _optimizer(
             "paged AdamW", "peaks: moments move to host memory when the GPU is full; a CPU has nothing to page", None,
@@ -348,6 +366,7 @@ TECHNIQUES: dict[str, Technique] = {
             "moments: on the GPU for one parameter at a time",
             {"optimizer_states_on_host": True},
             option_is("optimizer_states_on_host"),
+            chosen=Choosing("states", 1.2),
             lowers=("optimizer",),
             idle=_states_at_home,
         ),
@@ -356,6 +375,7 @@ TECHNIQUES: dict[str, Technique] = {
             "weights that are not trained: a layer at a time is resident, the others are in their files or on the host",
             {"base_weights": "stream"},
             option_is("base_weights", "stream"),
+            chosen=Choosing("precision", STREAMED, last_resort=True),
             lowers=("weights",),
             refused=_base_refused,
             around=_streamed,
@@ -365,6 +385,7 @@ TECHNIQUES: dict[str, Technique] = {
             "weights and moments, in a file or on the host; a layer's are resident at a time, and all gradients never",
             {"trained_weights": "stream", "optimizer_in_backward": TWO_PASS},
             option_is("trained_weights", "stream"),
+            chosen=Choosing("gradients", STREAMED, whole=True, last_resort=True),
             lowers=("weights", "optimizer"),
             refused=_trained_refused,
             around=_streamed,
@@ -374,6 +395,7 @@ TECHNIQUES: dict[str, Technique] = {
             "half of the outputs of matrix products; weights and moments stay float32, cast weights are added",
             {"bf16": True},
             option_is("bf16"),
+            chosen=Choosing("precision", 0.7),
             lowers=("activations", "head"),
             changes="forward and backward are computed in bfloat16",
         ),

@@ -31,6 +31,20 @@ def never(site: Site) -> str | None:
 
 
 @dataclass(frozen=True)
+class Choosing:
+    """How a plan chooses a technique."""
+
+    axis: str
+    """What it is one choice of, of several that exclude each other."""
+    slower: float = 1.0
+    """Seconds of a step with it as a multiple, where nothing tells them better. A forward is 1/3, a backward 2/3."""
+    whole: bool = False
+    """Whether it does something only where a batch is one micro-batch."""
+    last_resort: bool = False
+    """Whether it is only for when nothing else fits."""
+
+
+@dataclass(frozen=True)
 class Technique:
     """One row of the table: the technique in words, and where it takes hold of a run."""
 
@@ -59,5 +73,7 @@ class Technique:
     """What else the start-up report says of it."""
     needs: tuple[str, ...] = ()
     """Packages beside lowtide's own requirements."""
+    chosen: Choosing | None = None
+    """How a plan may choose it; None where it is the user's to ask for."""
     named: bool = True
     """Whether the start-up report has a line of its own for it; what is on by default is part of other lines."""

@@ -15,7 +15,7 @@ from typing import Any
 from lowtide.compat.torch import cpu_has_bf16
 from lowtide.memory.activations.chain_storage import HOST
 from lowtide.memory.options import TWO_PASS
-from lowtide.memory.table import TECHNIQUES
+from lowtide.memory.table import ANOTHER, OPTIMIZER, TECHNIQUES
 from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.search import Axis, Choice, Sizes
@@ -27,20 +27,9 @@ TILE = 1024
 CHECKPOINTING = {"gradient_checkpointing": True, "checkpointing_policy": "full", "checkpointing_every": 1}
 PLAIN = {**CHECKPOINTING, "gradient_checkpointing": False, "activation_offloading": False, "mlp_tile_tokens": None}
 FULL = {**PLAIN, **CHECKPOINTING}
-ADAMW_LIKE = (
-    "compressed AdamW",
-    "bfloat16 AdamW with stochastic rounding",
-    "bfloat16 AdamW with stochastic rounding and 8-bit moments",
-    "8-bit AdamW (torchao)",
-    "4-bit AdamW (torchao)",
-    "8-bit AdamW (bitsandbytes)",
-    "Adafactor",
-)
-"""Optimizers that take AdamW's place with its hyperparameters."""
+IN_BACKWARD, TWO_PASSES = "optimizer in backward", "optimizer in backward, two passes"
 LORA = "a LoRA adapter (rank 16) is trained in place of all weights"
 FROZEN_BFLOAT16 = "frozen weights are stored in bfloat16, and so is what passes from layer to layer"
-STREAMED = 1.1
-"""Seconds of a step whose weights are read a layer at a time from the system's file cache, as a multiple."""
 PURE_BFLOAT16 = "weights and states are stored in bfloat16, in which small updates are lost"
 
 
@@ -120,18 +109,29 @@ def _written(choice: Choice, state: Mapping[str, Any], setting: Setting) -> Choi
     return replace(choice, options=options)
 
 
-def _technique(name: str, slower: float = 1.0, **more: Any) -> Choice:
-    return Choice(name, slower=slower, changes=TECHNIQUES[name].changes, **more)
+def _technique(name: str, /, **otherwise: Any) -> Choice:
+    """As the table has it, but for some fields."""
+    technique = TECHNIQUES[name]
+    chosen = technique.chosen
+    assert chosen is not None
+    found = Choice(
+        name,
+        slower=chosen.slower,
+        changes=technique.changes,
+        last_resort=chosen.last_resort,
+        whole=chosen.whole,
+    )
+    return replace(found, **otherwise)
 
 
 def _activations(sizes: Sizes) -> list[tuple[Choice, Mapping[str, Any]]]:
-    """A forward is one, a backward two; what is computed again comes on top."""
+    """What is computed again comes on top; of several techniques together nothing but this says how much."""
     found = [
         (Choice("no checkpointing"), PLAIN),
-        (_technique("checkpointing that keeps products", 1.03), {**FULL, "checkpointing_policy": "matmul"}),
-        (_technique("checkpointing of every k-th layer", 3.5 / 3), {**FULL, "checkpointing_every": 2}),
-        (_technique("checkpointing that keeps attention", 3.9 / 3), {**FULL, "checkpointing_policy": "attention"}),
-        (_technique("gradient checkpointing", 4 / 3), FULL),
+        (_technique("checkpointing that keeps products"), {**FULL, "checkpointing_policy": "matmul"}),
+        (_technique("checkpointing of every k-th layer"), {**FULL, "checkpointing_every": 2}),
+        (_technique("checkpointing that keeps attention"), {**FULL, "checkpointing_policy": "attention"}),
+        (_technique("gradient checkpointing"), FULL),
         (
             Choice("checkpointing and activation offloading", slower=4.3 / 3),
             {**FULL, "activation_offloading": True},
@@ -151,12 +151,10 @@ def _activations(sizes: Sizes) -> list[tuple[Choice, Mapping[str, Any]]]:
 
 
 def _optimizers() -> list[tuple[Choice, Mapping[str, Any]]]:
-    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("AdamW"), {})]
-    for name in ADAMW_LIKE:
-        technique = TECHNIQUES[name]
-        if all(find_spec(package) for package in technique.needs):
-            found.append((_technique(name), technique.options))
-    return found
+    """Those that are no AdamW come last."""
+    on_axis = [each for each in TECHNIQUES.values() if each.chosen == OPTIMIZER and all(map(find_spec, each.needs))]
+    on_axis.sort(key=lambda each: str(each.changes).startswith(ANOTHER))
+    return [(Choice("AdamW"), {}), *((_technique(each.name), each.options) for each in on_axis)]
 
 
 def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
@@ -165,15 +163,13 @@ def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
         return found
     clips = setting.requested.get("max_grad_norm", setting.defaults.get("max_grad_norm"))
     unclipped = "gradients are no longer clipped" if clips else None
-    in_backward = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
-    found.append((Choice("optimizer in backward", changes=unclipped, whole=True), in_backward))
+    found.append((_technique(IN_BACKWARD, changes=unclipped), TECHNIQUES[IN_BACKWARD].options))
     if clips:
-        two_passes = Choice("optimizer in backward, two passes", slower=2.0, whole=True)
-        found.append((two_passes, {"optimizer_in_backward": TWO_PASS}))
+        found.append((_technique(TWO_PASSES), TECHNIQUES[TWO_PASSES].options))
     if setting.device_kind in ("cpu", "cuda") and not setting.adapters and "ref_model_storage" not in setting.names:
-        slower = STREAMED * (2.0 if clips else 1.0)
         where = "a file" if setting.device_kind == "cpu" else "host memory"
-        in_file = Choice(f"weights and states in {where}", slower=slower, last_resort=True, whole=True)
+        in_file = _technique("streamed trained weights", name=f"weights and states in {where}")
+        in_file = replace(in_file, slower=in_file.slower * (_technique(TWO_PASSES).slower if clips else 1.0))
         found.append((in_file, {"optimizer_in_backward": TWO_PASS if clips else True, "trained_weights": "stream"}))
     return found
 
@@ -181,7 +177,7 @@ def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
 def _states(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("states on the device"), {})]
     if setting.device_kind == "cuda":
-        found.append((_technique("optimizer states in host memory", 1.2), {"optimizer_states_on_host": True}))
+        found.append((_technique("optimizer states in host memory"), {"optimizer_states_on_host": True}))
     return found
 
 
@@ -212,8 +208,8 @@ def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     if setting.requested.get("fp16"):
         return found
     if setting.device_kind == "cpu":
-        helped = cpu_has_bf16()
-        found.append((_technique("bfloat16 mixed precision", 0.7 if helped else 1.5), {"bf16": True}))
+        slower = {} if cpu_has_bf16() else {"slower": 1.5}
+        found.append((_technique("bfloat16 mixed precision", **slower), {"bf16": True}))
     if setting.adapters:
         frozen = Choice("frozen weights in bfloat16", slower=0.95, changes=FROZEN_BFLOAT16)
         return [*found, (frozen, {"dtype": "bfloat16"})]
@@ -223,7 +219,7 @@ def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
 
 def _streamed(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
     """Frozen weights of which a layer at a time is resident, for when nothing else fits."""
-    choice = Choice("frozen weights streamed", slower=STREAMED, last_resort=True)
+    choice = _technique("streamed base weights", name="frozen weights streamed")
     if setting.files_dtype == setting.dtype:
         return [(choice, {"base_weights": "stream"})]
     if setting.files_dtype == "bfloat16":

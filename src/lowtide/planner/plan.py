@@ -317,7 +317,8 @@ def make_plan(
         raise _nothing_fits(asked, looked)
     best, *others = looked.found
     assert best.estimate is not None
-    told = looked.told(best)
+    told: dict[str, Any] = looked.told(best)
+    told["notes"] = (*notes, *of_rows, *best.estimate.notes, *told["notes"])
     return Plan(
         method=run.method.name,
         requested={name: value for name, value in (source or run.requested).items() if name != "memory_budget"},
@@ -326,7 +327,7 @@ def make_plan(
         device=run.device.name,
         runners_up=tuple(_beside(each, best) for each in others[: RUNNERS_UP if explain else 0]),
         refused=looked.refused(),
-        **told | {"notes": (*notes, *of_rows, *best.estimate.notes, *told["notes"])},
+        **told,
     )
 
 

@@ -361,7 +361,7 @@ class RolloutMaker:
         if self.wants_old or self.options.corrects:
             old = rollout.of_scores("plain_logprobs")
             if old.isnan().any():
-                batch = rollout.batch().to(self.runner.device)
+                batch = rollout.batch()
                 old = self._policy(batch).float().cpu()
             rollout.score_values[OLD] = old
         others = self.rollout_func is not None or self.options.use_vllm
@@ -370,14 +370,14 @@ class RolloutMaker:
             if not sampled.isnan().all():
                 rollout.score_values[SAMPLED] = sampled
         if wants_reference:
-            batch = rollout.batch().to(self.runner.device) if batch is None else batch
+            batch = rollout.batch() if batch is None else batch
             if batch.scores:
                 found = self.runner.reference_logprobs(batch, self.runner.limits_of(batch))
                 rollout.score_values[REFERENCE] = found.float().cpu()
             else:
                 rollout.score_values[REFERENCE] = torch.zeros(0)
         if self.learning.reads is not None:
-            batch = rollout.batch().to(self.runner.device) if batch is None else batch
+            batch = rollout.batch() if batch is None else batch
             rollout.score_values[VALUE] = self._policy(batch, self.learning.reads).float().cpu()
         return self._corrected(rollout) if self.options.corrects else None
 

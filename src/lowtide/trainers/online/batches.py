@@ -53,7 +53,7 @@ class WrittenBatches(RowBatches):
             order.advance()
         if not parts:
             return None, 0
-        return kept_tokens(trainer.runner, RaggedBatch.concat(parts).to(args.device), args), len(parts)
+        return kept_tokens(trainer.runner, RaggedBatch.concat(parts), args), len(parts)
 
     def own_rows(self, batch: RaggedBatch) -> int:
         each = self.trainer.learning.completions
@@ -114,7 +114,7 @@ class WrittenBatches(RowBatches):
         made = self._made(rows, args.generations_eval)
         self._eval_rows += len(rows) * args.data_ranks
         chosen = range(len(made.rollout) // trainer.learning.completions)
-        batch = trainer.learning.batch(made.rollout, chosen, sharing=self._sharing).to(args.device)
+        batch = trainer.learning.batch(made.rollout, chosen, sharing=self._sharing)
         return kept_tokens(trainer.runner, batch, args)
 
     def metrics_of_evaluation(self) -> tuple[dict[str, float], dict[str, float]] | None:

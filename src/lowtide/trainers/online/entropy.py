@@ -30,10 +30,10 @@ def kept_tokens(runner: StepRunner, batch: RaggedBatch, args: Any) -> RaggedBatc
     with sync.local(waited_for=runner.waited_for):
         entropies = _entropies(runner, batch, args.temperature)
     sync.meet(runner.device)
-    everyones = of_all_ranks(entropies.float().cpu(), runner.models().copies)
+    own = entropies.float().cpu()
+    everyones = of_all_ranks(own, runner.models().copies)
     least = torch.quantile(everyones.double(), 1 - share).float() if everyones.numel() else torch.zeros(())
-    kept = entropies.float() >= least.to(entropies.device)
-    return replace(batch, score_values={**batch.score_values, KEPT: kept})
+    return replace(batch, score_values={**batch.score_values, KEPT: own >= least})
 
 
 @torch.no_grad()

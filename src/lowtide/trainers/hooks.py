@@ -27,6 +27,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
 from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.engine.forward import same_rows_of
+from lowtide.engine.heads.head import Head
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.methods.method import Findings
 from lowtide.ragged import RaggedBatch
@@ -82,6 +83,8 @@ class LowtideTrainer(Trainer):
     args: TrainingConfig
     model: Any
     optimizer: Any
+    head: type[Head]
+    """What is read off the model's hidden states."""
     kind_of_order: ClassVar[type[RowOrder]] = RowOrder
     kind_of_batches: ClassVar[type[RowBatches]] = RowBatches
 

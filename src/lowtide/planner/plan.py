@@ -94,6 +94,13 @@ class Alternative:
     """How the run is spread over several devices."""
 
 
+def _with_text_keys(value: Any) -> Any:
+    """A value with each key of its mappings as text: a device has rates by dtype."""
+    if isinstance(value, Mapping):
+        return {str(key).removeprefix("torch."): _with_text_keys(each) for key, each in value.items()}
+    return [_with_text_keys(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 @dataclass(frozen=True)
 class Spread:
     """How a run is spread over several devices, and what is predicted of all of them."""
@@ -206,7 +213,7 @@ class Plan:
             "fits": True,
             "spare_bytes": self.budget_bytes - self.chosen.peak_bytes,
         }
-        return json.loads(json.dumps(named, default=str))
+        return json.loads(json.dumps(_with_text_keys(named), default=str))
 
     def summary(self) -> str:
         """The plan in one line."""

@@ -143,6 +143,14 @@ def test_over_devices_the_run_file_starts_the_processes(plan, tmp_path):
     assert (written["num_processes"], written["fsdp"]) == (2, True)
 
 
+def test_over_devices_the_plan_is_json_too(plan):
+    status, out, err = plan("--devices", "2xH100", "--fsdp", "true", *FEW, "--json")
+    assert status == 0, err
+    cluster = json.loads(out)["spread"]["cluster"]
+    assert (cluster["per_node"], cluster["nodes"]) == (2, 1)
+    assert cluster["device"]["flops"]["bfloat16"] > cluster["device"]["flops"]["float32"]
+
+
 def test_an_estimate_is_a_table_or_json(plan):
     status, out, err = plan("--json", command="estimate")
     assert status == 0, err

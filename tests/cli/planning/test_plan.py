@@ -148,7 +148,8 @@ def test_over_devices_the_plan_is_json_too(plan):
     assert status == 0, err
     cluster = json.loads(out)["spread"]["cluster"]
     assert (cluster["per_node"], cluster["nodes"]) == (2, 1)
-    assert cluster["device"]["flops"]["bfloat16"] > cluster["device"]["flops"]["float32"]
+    flops = cluster["device"]["sheet"]["flops"]
+    assert flops["bfloat16"] > flops["float32"]
 
 
 def test_an_estimate_is_a_table_or_json(plan):

@@ -11,7 +11,8 @@ DEMO_OUTPUT ?= demo-output
 
 # of the slow tests of several ranks, `make test-all` runs the first: those of the others are for `make test-ranks`
 RANKS_TOO := tests/trainers/ranks/test_two_ranks.py tests/trainers/ranks/test_ranks_stay_together.py \
-	tests/ops/test_split_vocabulary.py tests/engine/test_splitting.py tests/step/test_split_sequences.py tests/step/test_stages.py
+	tests/ops/logits/test_split_vocabulary.py tests/engine/over_ranks/test_splitting.py \
+	tests/step/test_split_sequences.py tests/step/test_stages.py
 RANKS_APART := tests/trainers/sharded tests/trainers/checkpoints/test_sharded_checkpoints.py \
 	tests/trainers/online/test_two_ranks.py tests/methods/test_methods_on_two_ranks.py tests/exactness/test_matrix_ranks.py \
 	tests/ranks tests/planner/sharding tests/cli/training/test_launch.py tests/cli/training/test_clusters.py

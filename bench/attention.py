@@ -19,8 +19,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from lowtide.engine.attention import NAME, PLAN
-from lowtide.ops.attention_grouped import grouping
-from lowtide.ops.varlen_attention import AttentionPlan
+from lowtide.ops.attention.attention_grouped import grouping
+from lowtide.ops.attention.varlen_attention import AttentionPlan
 from lowtide.ragged import RaggedBatch
 
 TARGET = 0.15

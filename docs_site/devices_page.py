@@ -8,7 +8,7 @@ from typing import Any
 
 from mkdocs.structure.nav import Link, Section
 
-from lowtide.cli.page import NAME
+from lowtide.cli.planning.page import NAME
 from lowtide.planner.answers.page import grid, html_of
 
 PATH = NAME.name

@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from lowtide.data.batches.values import ADVANTAGE, WINDOW_TOKENS
 from lowtide.engine.forward import install
 from lowtide.methods import METHODS
-from lowtide.methods.grpo import GRPOOptions
+from lowtide.methods.online.grpo import GRPOOptions
 from lowtide.objectives.advantages import relative_to_group
 from lowtide.rollout.generators.generator import Request, Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.rollout import Rollout
 from lowtide.step.runner import StepOptions, StepRunner
-from lowtide.step.updater import Updater
+from lowtide.step.updaters.updater import Updater
 
 STEPS, PROMPTS, GROUP, LONGEST = 40, 16, 8, 6
 ASK, STOP = 10, 11

@@ -14,7 +14,7 @@ from lowtide.methods.sft import SFTOptions
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE
 from lowtide.step.runner import StepOptions, StepRunner
-from lowtide.step.updater import Updater
+from lowtide.step.updaters.updater import Updater
 
 STOP, ASK = 9, 10
 

@@ -17,11 +17,11 @@ from accelerate.commands.config import load_config_from_file
 
 import lowtide
 from bench.docs.step_picture import PICTURE, RANKS, picture, segments_of
-from lowtide.cli.launch import OF_LAUNCHER
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
-from lowtide.cli.run_file import read_run_file
-from lowtide.cli.train import options_of_command
+from lowtide.cli.training.launch import OF_LAUNCHER
+from lowtide.cli.training.run_file import read_run_file
+from lowtide.cli.training.train import options_of_command
 from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced, headings
 
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))

@@ -18,7 +18,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     from lowtide.engine.forward import install
-    from lowtide.engine.weights.fully_shard import shard_model, weights_for_writing
+    from lowtide.engine.weights.sharded.fully_shard import shard_model, weights_for_writing
     from lowtide.ranks.sharding import Sharding
     from lowtide.rollout.generators.generator import Request, Sampling
     from lowtide.rollout.generators.ragged import RaggedGenerator

@@ -77,7 +77,7 @@ def predicted(name: str) -> dict[str, Any]:
 
 def read_recipe(path: Path, method: str, output: Path) -> Any:
     """Returns the run that a run file asks for, as `lowtide METHOD --config FILE` reads it."""
-    from lowtide.cli import train
+    from lowtide.cli.training import train
 
     parser = train.add_parser(argparse.ArgumentParser().add_subparsers(), method)
     return train.read_run(parser.parse_args(["--config", str(path)]), output_dir=str(output))

@@ -59,7 +59,7 @@ def seconds(kind: str, rows: int) -> float:
     from lowtide.engine.reference import FrozenModel
     from lowtide.methods import METHODS
     from lowtide.step.runner import StepOptions, StepRunner
-    from lowtide.step.updater import Updater
+    from lowtide.step.updaters.updater import Updater
 
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model, other = (

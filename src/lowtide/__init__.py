@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lowtide.escaping import escape_own_records
-from lowtide.import_noise import drop_import_noise
 from lowtide.methods import METHODS
+from lowtide.process.import_noise import drop_import_noise
 
 if TYPE_CHECKING:
     from lowtide.data.batches.collate import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening

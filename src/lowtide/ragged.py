@@ -122,8 +122,8 @@ class RaggedBatch:
     axis_positions: Int[Tensor, "axes tokens"] | None = None
     """Positions on several axes, of a model that has them; None for one that reads `position_ids`."""
     piece: Any = None
-    """`ops.piece_keys.PieceKeys` of a batch that is a piece of a long row: all its segments go on from the piece before
-    it. What is made of parts of the batch has none."""
+    """`ops.attention.piece_keys.PieceKeys` of a batch that is a piece of a long row: all its segments go on from the
+    piece before it. What is made of parts of the batch has none."""
     stands_in: bool = False
     """Whether its rows only keep a rank that has none busy: they are not scored, and no row counts."""
 

@@ -11,7 +11,7 @@ from bench.recipes.__main__ import FOLDER, predicted, read_recipe
 from bench.recipes.cases import RECIPES_BY_FILE
 from bench.recipes.tables import PAGE
 from lowtide.cli.main import main
-from lowtide.cli.train import config_of
+from lowtide.cli.training.train import config_of
 from lowtide.demo.data import make_questions, write_rows
 from lowtide.demo.lessons import LESSONS
 from lowtide.demo.model import save

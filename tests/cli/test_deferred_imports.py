@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-NEEDED = "import sys; from lowtide.deferred_imports import defer_imports; defer_imports()\n"
+NEEDED = "import sys; from lowtide.process.deferred_imports import defer_imports; defer_imports()\n"
 
 
 def said(code: str) -> str:
@@ -47,5 +47,6 @@ def test_what_is_imported_already_stays_as_it_is():
 
 
 def test_what_is_not_installed_is_not_there():
-    hidden = "sys.modules.pop('bitsandbytes', None)\nimport lowtide.deferred_imports as d\nd.DEFERRED = ('no_such',)\n"
+    hidden = "sys.modules.pop('bitsandbytes', None)\nimport lowtide.process.deferred_imports as d\n"
+    hidden += "d.DEFERRED = ('no_such',)\n"
     assert said(hidden + "d.defer_imports(); print('no_such' in sys.modules)") == "False"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from lowtide.cli import train
+from lowtide.cli.training import train
 from lowtide.methods import METHODS
 from lowtide.run.options.inherited_groups import INHERITED_GROUPS
 from lowtide.trainers.public import trainer_class

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.cli.launch import prepare
+from lowtide.cli.training.launch import prepare
 from lowtide.compat.launching import meet_on_this_machine, static
 from lowtide.planner import process, tracing_process
 from lowtide.python_process import forget_safe_path, keep_current_folder_off_the_path

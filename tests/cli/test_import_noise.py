@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from lowtide.import_noise import NOISE
+from lowtide.process.import_noise import NOISE
 
 
 def said(*words: str) -> str:

@@ -1,4 +1,5 @@
-"""What `lowtide.compat.jinja` overrides of jinja2 and of transformers is there, with the names and arguments it has."""
+"""What `lowtide.compat.templates.jinja` overrides of jinja2 and of transformers is there, with the names and arguments
+it has."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from jinja2.runtime import markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 from transformers.utils import chat_template_utils
 
-from lowtide.compat.jinja import LimitedEnvironment, LimitedTemplate, limit_templates
+from lowtide.compat.templates.jinja import LimitedEnvironment, LimitedTemplate, limit_templates
 
 OVERRIDDEN = {
     CodeGenerator: ("visit_Concat", "visit_List", "visit_Tuple", "visit_Dict"),

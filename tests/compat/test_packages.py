@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.compat import bitsandbytes, liger, torchao, trl
+from lowtide.compat import liger, trl
+from lowtide.compat.traced import bitsandbytes, torchao
 
 
 def test_paged_states_are_made_by_a_function():

@@ -12,16 +12,16 @@ import yaml
 from transformers import LlamaConfig
 
 from lowtide.cli.endings import UsageError
-from lowtide.cli.launch import launch_command
-from lowtide.cli.run_file import read_run_file
-from lowtide.compat import jinja, jinja_sizes
-from lowtide.compat.jinja import ends_within
+from lowtide.cli.training.launch import launch_command
+from lowtide.cli.training.run_file import read_run_file
+from lowtide.compat.templates import jinja, jinja_sizes
+from lowtide.compat.templates.jinja import ends_within
 from lowtide.data.encode import chat
 from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.data.sources import json_lines
 from lowtide.data.sources.load import load_rows
 from lowtide.engine.weights.load_errors import check_layers
-from lowtide.engine.weights.shard_files import missing_shards
+from lowtide.engine.weights.sharded.shard_files import missing_shards
 from lowtide.engine.weights.weight_files import read_json
 from lowtide.parsing import parse_json, parse_yaml
 from lowtide.scripts import rows as scripts_rows

@@ -15,7 +15,7 @@ from lowtide.engine.heads.classes import TokenClasses
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
 from lowtide.engine.positions import position_table
 from lowtide.engine.probe import probe
-from lowtide.ops.linear_logprobs import Want
+from lowtide.ops.logits.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE, OWN_TOKEN
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lowtide.engine.forward import install, score
 from lowtide.engine.probe import probe
-from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE
 from tests.support.marks import slow_but

@@ -78,13 +78,13 @@ def in_generation(gather: str, *faults: str) -> Moment:
 
 MOMENTS: dict[str, Moment] = {
     "loading": Moment("lowtide.run.training_run:load_inputs", "", faults=("killed", "starved")),
-    "cutting the weights": Moment("lowtide.engine.weights.fully_shard:equal_weights", "", faults=("stopped",)),
+    "cutting the weights": Moment("lowtide.engine.weights.sharded.fully_shard:equal_weights", "", faults=("stopped",)),
     "beginning": Moment("lowtide.step.runner:StepRunner.begin", "", faults=("killed",)),
     "the rehearsal": Moment(LAYER, "lowtide.step.runner:StepRunner.rehearsal", 1, faults=("raises",)),
     "forward": Moment(LAYER, faults=FAULTS),
-    "the head": Moment("lowtide.ops.linear_logprobs:ChunkedHead.chunks", faults=("starved",)),
+    "the head": Moment("lowtide.ops.logits.linear_logprobs:ChunkedHead.chunks", faults=("starved",)),
     "backward": Moment(LAYER, backward=True, faults=("killed", "starved")),
-    "clipping": Moment("lowtide.step.updater:norm_of", faults=("raises",)),
+    "clipping": Moment("lowtide.step.updaters.updater:norm_of", faults=("raises",)),
     "the optimizer's step": Moment("torch.optim.adamw:AdamW.step", faults=("stopped", "starved")),
     "evaluation": Moment(LAYER, EVALUATION, 1, 3, faults=("killed", "starved")),
     "gathering a checkpoint": Moment(WHOLE_OF, SAVING, 2, 3, faults=("killed", "stopped")),

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from lowtide.ops.attention_plan import AttentionPlan
-from lowtide.ops.varlen_attention import BACKENDS, varlen_attention
+from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.varlen_attention import BACKENDS, varlen_attention
 from lowtide.ragged import RaggedBatch
 
 SHAPES = {

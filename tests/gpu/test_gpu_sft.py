@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
-from lowtide.ops.linear_logprobs import CHUNK_BYTES
+from lowtide.ops.logits.linear_logprobs import CHUNK_BYTES
 from tests.support.runs.cuda_sft import SHAPE, build, losses, rows, train
 
 FAMILIES = {

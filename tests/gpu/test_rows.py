@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lowtide.ops.linear_logprobs import CHUNK_BYTES, Projection, Term, Want, linear_logprobs, linear_loss
-from lowtide.ops.logit_rows import Slopes, TorchRows
-from lowtide.ops.rows_of import rows_of
+from lowtide.ops.logits.linear_logprobs import CHUNK_BYTES, Projection, Term, Want, linear_logprobs, linear_loss
+from lowtide.ops.logits.logit_rows import Slopes, TorchRows
+from lowtide.ops.logits.rows_of import rows_of
 
 PROJECTIONS = {
     "plain": Projection(),

@@ -10,7 +10,7 @@ from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.memory.optimizers.streamed_states import StreamedStates
 from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.run.streamed_weights import attach_trained
-from lowtide.step.in_backward import InBackward
+from lowtide.step.updaters.in_backward import InBackward
 from tests.support.memory.gpu_batch import batch
 
 CUDA = torch.device("cuda")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lowtide.data.batches.values import ADVANTAGE, WINDOW_TOKENS
-from lowtide.methods.grpo import GRPOOptions
-from lowtide.methods.learning import ByAdvantage, GroupRewards, Rewarded
-from lowtide.methods.online_dpo import METHOD as ONLINE_DPO
-from lowtide.methods.online_dpo import PREFERENCE, OnlineDPOOptions
+from lowtide.methods.online.grpo import GRPOOptions
+from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Rewarded
+from lowtide.methods.online.online_dpo import METHOD as ONLINE_DPO
+from lowtide.methods.online.online_dpo import PREFERENCE, OnlineDPOOptions
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.rollout import Rollout
 

@@ -18,18 +18,15 @@ from lowtide.methods import (
     bco,
     cpo,
     dpo,
-    grpo,
     kto,
-    online_dpo,
     orpo,
-    ppo,
     replaced_token_detection,
     reward,
-    rloo,
     sequence_classification,
     token_classification,
 )
-from lowtide.methods.preference import ReadPairs
+from lowtide.methods.online import grpo, online_dpo, ppo, rloo
+from lowtide.methods.shared.preference import ReadPairs
 from lowtide.objectives import policy_gradient, preference
 from lowtide.objectives.kto import Unpaired
 from lowtide.objectives.outcome import Outcome

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.objectives import classes, kto, ppo, preference, reference_free, replaced, reward, sft
 from lowtide.objectives.distillation import divergence
-from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.ops.logits.linear_logprobs import TokenStats
 
 PAIRS = 7
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lowtide.ops.attention_plan import AttentionPlan
+from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.varlen_attention import varlen_attention
 from lowtide.ops.dropout import dropout, written_attention
-from lowtide.ops.varlen_attention import varlen_attention
 from tests.support.references.dense_attention import ragged
 
 RATE = 0.3

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.ops.embedding import embed_tokens
-from lowtide.ops.linear_logprobs import Term, TokenStats, linear_logprobs, linear_loss
+from lowtide.ops.logits.linear_logprobs import Term, TokenStats, linear_logprobs, linear_loss
 
 IDS = torch.tensor([3, 1, 3, 0, 2])
 

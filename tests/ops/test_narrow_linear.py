@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowtide.engine.linear import install_linear
+from lowtide.engine.layers.linear import install_linear
 from lowtide.ops.narrow_linear import AS_THEY_ARE, recurring
 
 BF16 = torch.bfloat16

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowtide.ops.attention_flash import why_not_varlen
-from lowtide.ops.attention_flex import why_not_flex
-from lowtide.ops.attention_grouped import grouped_attention
-from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
-from lowtide.ops.logit_rows import Projection, Slopes, TorchRows, Want
-from lowtide.ops.rows_of import rows_of
+from lowtide.ops.attention.attention_flash import why_not_varlen
+from lowtide.ops.attention.attention_flex import why_not_flex
+from lowtide.ops.attention.attention_grouped import grouped_attention
+from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
+from lowtide.ops.logits.logit_rows import Projection, Slopes, TorchRows, Want
+from lowtide.ops.logits.rows_of import rows_of
+from lowtide.ops.logits.triton_rows import TritonRows
 from lowtide.ops.target import Target, planning_for, target_of
-from lowtide.ops.triton_rows import TritonRows
 from tests.support.references.dense_attention import ragged
 
 

@@ -9,14 +9,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide.ops.attention_blocks import Part, block_kernel
-from lowtide.ops.attention_plan import AttentionPlan
-from lowtide.ops.linear_logprobs import Term, linear_logprobs
-from lowtide.ops.varlen_attention import rules_of, varlen_attention
+from lowtide.ops.attention.attention_blocks import Part, block_kernel
+from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.varlen_attention import rules_of, varlen_attention
+from lowtide.ops.logits.linear_logprobs import Term, linear_logprobs
 from lowtide.planner import speed
 from lowtide.planner.devices import DEVICES, Device, Rates
 from lowtide.planner.speed import OperationCosts
-from lowtide.planner.tracing.stand_ins import as_on
+from lowtide.planner.tracing.substitutes.stand_ins import as_on
 from lowtide.ragged import RaggedBatch
 
 FLOAT, HALF = torch.float32, torch.bfloat16

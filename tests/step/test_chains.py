@@ -12,9 +12,9 @@ from lowtide.engine.reference import logprobs
 from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES, smoothed_nll
-from lowtide.ops import chained_attention
-from lowtide.ops.linear_logprobs import Want
-from lowtide.ops.piece_keys import OnDevice
+from lowtide.ops.attention import chained_attention
+from lowtide.ops.attention.piece_keys import OnDevice
+from lowtide.ops.logits.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE
 from lowtide.step.cut import Part

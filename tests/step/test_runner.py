@@ -12,7 +12,7 @@ from lowtide.methods.sft import SFTOptions
 from lowtide.ragged import RaggedBatch
 from lowtide.step.metrics import Totals
 from lowtide.step.runner import StepOptions, StepRunner
-from lowtide.step.updater import NotFiniteStep, Updater
+from lowtide.step.updaters.updater import NotFiniteStep, Updater
 from tests.support.models.tiny_models import build
 
 ROWS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [4, 4, 2, 1, 3]]

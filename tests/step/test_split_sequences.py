@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.engine.forward import score
+from lowtide.engine.over_ranks.splitting import split_over
 from lowtide.engine.reference import FrozenModel
-from lowtide.engine.splitting import split_over
 from lowtide.methods.dpo import METHOD as DPO
 from lowtide.methods.dpo import DPOOptions
 from lowtide.methods.kto import METHOD as KTO
@@ -22,7 +22,7 @@ from lowtide.methods.method import OwnLoss, TokenObjective
 from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
 from lowtide.objectives.sft import LOSSES
-from lowtide.ops.linear_logprobs import Want
+from lowtide.ops.logits.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.replicas import Averaging
 from lowtide.ranks.sequence import SequenceParallel

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from lowtide.engine.forward import install, score
-from lowtide.engine.weights.stages import cut_into_stages
+from lowtide.engine.weights.sharded.stages import cut_into_stages
 from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES
-from lowtide.ops.linear_logprobs import Want
+from lowtide.ops.logits.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.step.runner import StepOptions, StepRunner
-from lowtide.step.stage_updater import PipelineUpdater
+from lowtide.step.updaters.stage_updater import PipelineUpdater
 from tests.support.models import architectures
 from tests.support.models.tiny_models import tokens
 from tests.support.ranks.processes import run_ranks

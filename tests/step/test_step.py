@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowtide.engine.forward import install
 from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES, smoothed_nll
-from lowtide.ops.linear_logprobs import Want
+from lowtide.ops.logits.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE
 from lowtide.step.evaluate import evaluate_batch

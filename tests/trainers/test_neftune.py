@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 
 from lowtide.engine.forward import causal_model
-from lowtide.engine.noise import ALPHA, set_noise
+from lowtide.engine.layers.noise import ALPHA, set_noise
 from tests.support.marks import slow_but
 from tests.support.matrix.matrix import make, rows
 from tests.support.matrix.matrix import watched as run

@@ -5,13 +5,16 @@ from __future__ import annotations
 from lowtide.methods import METHODS
 
 TOOLS = {
-    "gpus": ("lowtide.cli.gpus", "on which devices a model can be trained, and how"),
-    "plan": ("lowtide.cli.plan", "the fastest settings of a run that fit a memory budget"),
-    "estimate": ("lowtide.cli.estimate", "how much memory a run will take, before it starts"),
+    "gpus": ("lowtide.cli.planning.gpus", "on which devices a model can be trained, and how"),
+    "plan": ("lowtide.cli.planning.plan", "the fastest settings of a run that fit a memory budget"),
+    "estimate": ("lowtide.cli.planning.estimate", "how much memory a run will take, before it starts"),
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
-    "profile": ("lowtide.cli.profile", "run a few steps of a method, and show where their memory went"),
-    "measure": ("lowtide.cli.measure", "run a few steps of a method, and compare their peak with the predicted one"),
-    "page": ("lowtide.cli.page", "write a page that shows what fits which GPU"),
+    "profile": ("lowtide.cli.planning.profile", "run a few steps of a method, and show where their memory went"),
+    "measure": (
+        "lowtide.cli.planning.measure",
+        "run a few steps of a method, and compare their peak with the predicted one",
+    ),
+    "page": ("lowtide.cli.planning.page", "write a page that shows what fits which GPU"),
     "merge": ("lowtide.cli.merge", "write a model and its adapter, or a sharded checkpoint, as one model"),
     "vllm-serve": ("lowtide.cli.vllm_serve", "start vLLM as a server that writes completions for a training"),
     "doctor": ("lowtide.cli.doctor", "what is installed, what this machine has, and what is missing"),

@@ -35,7 +35,7 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; the exit status."""
-    from lowtide.cli.train import check_writable
+    from lowtide.cli.training.train import check_writable
     from lowtide.demo.run import Sizes, run_demo
 
     check_writable(arguments.output_dir)

@@ -216,8 +216,8 @@ def attention() -> list[Finding]:
     """Which backends can serve plain attention here, the preferred one first, and Triton."""
     import torch
 
+    from lowtide.ops.attention.varlen_attention import BACKENDS, rules_of
     from lowtide.ops.target import has_triton
-    from lowtide.ops.varlen_attention import BACKENDS, rules_of
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensor = torch.zeros(8, 2, 64, dtype=torch.bfloat16, device=device)

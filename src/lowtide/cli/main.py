@@ -15,9 +15,9 @@ import lowtide
 from lowtide.cli.commands import OF_A_METHOD, PREDICT, TOOLS, commands, trains
 from lowtide.cli.endings import INTERRUPTED, USER_ERROR, UsageError, status_of
 from lowtide.compat.argparse import options_of
-from lowtide.deferred_imports import defer_imports, without_collection
 from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
 from lowtide.methods import METHODS
+from lowtide.process.deferred_imports import defer_imports, without_collection
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.signals import stopping_at_once
@@ -60,7 +60,7 @@ def _status_of(words: Sequence[str]) -> int:
     try:
         given = [_underscored(word) for word in words if word != "--traceback"]
         if METHODS.keys() & set(given[:1]):
-            given = import_module("lowtide.cli.launch").prepare(given)
+            given = import_module("lowtide.cli.training.launch").prepare(given)
         arguments = parse(given)
         return arguments.run(arguments)
     except SystemExit as exit:  # --help and --version
@@ -101,7 +101,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             expand_segments()  # before torch is imported
             defer_imports()
             with without_collection():
-                own.append(import_module("lowtide.cli.train").add_parser(subparsers, name))
+                own.append(import_module("lowtide.cli.training.train").add_parser(subparsers, name))
         elif name in OF_A_METHOD:
             expand_segments()
             if name in PREDICT:

@@ -85,7 +85,7 @@ def _merge(arguments: argparse.Namespace) -> bool:
 
 def _check_holds_no_model(output: Path) -> None:
     """Refuses a folder whose model would be written over."""
-    from lowtide.engine.weights.shard_files import OF_A_MODEL
+    from lowtide.engine.weights.sharded.shard_files import OF_A_MODEL
     from lowtide.own_files import check_no_links
 
     held = [path.name for path in output.iterdir() if OF_A_MODEL.fullmatch(path.name)] if output.is_dir() else []
@@ -121,7 +121,7 @@ def _check_sharded(checkpoint: Path) -> None:
     if not checkpoint.is_dir():
         raise UsageError(f"--checkpoint: there is no folder {str(checkpoint)!r}")
 
-    from lowtide.engine.weights.shard_files import SHARD, shards_in
+    from lowtide.engine.weights.sharded.shard_files import SHARD, shards_in
     from lowtide.trainers.checkpoints.choosing import checkpoints_of
     from lowtide.trainers.checkpoints.manifest import difference, read_manifest
 

@@ -22,7 +22,7 @@ from lowtide.demo.data import Question
 from lowtide.engine.forward import install, score
 from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.loading import load_model, load_tokenizer
-from lowtide.methods.completions import completion_segments, segment_sums
+from lowtide.methods.shared.completions import completion_segments, segment_sums
 from lowtide.score_rules import NEXT_TOKEN
 
 SIDES = ("chosen_ids", "rejected_ids")

@@ -4,8 +4,8 @@ Registered under the name `lowtide` with transformers' `AttentionInterface`. The
 keyword argument through the model's own forward; the few models that drop unknown ones (stablelm, nemotron) pass
 `position_ids` on, to which it is attached as well. A context would not do: with checkpointing, layers run again in
 backward. Without a plan (a user's own call) the same function serves the ordinary padded batch. While lowtide
-generates, the plan is one of keys that are held from before (`ops.cached_attention`); where ranks split a batch, it
-exchanges heads for tokens around the same function (`engine.split_plan`).
+generates, the plan is one of keys that are held from before (`ops.attention.cached_attention`); where ranks split a
+batch, it exchanges heads for tokens around the same function (`engine.over_ranks.split_plan`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowtide.compat.transformers import find_packed_rows_where
 from lowtide.engine.encoder_decoder import PLAN, PairPlan, running
-from lowtide.engine.rotary import Run, rows_of, runs_of
-from lowtide.engine.split_plan import SplitPlan
-from lowtide.ops.cached_attention import CachedPlan
-from lowtide.ops.chained_attention import chained_attention
-from lowtide.ops.varlen_attention import AttentionPlan, AttentionRules, varlen_attention
+from lowtide.engine.layers.rotary import Run, rows_of, runs_of
+from lowtide.engine.over_ranks.split_plan import SplitPlan
+from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.cached_attention import CachedPlan
+from lowtide.ops.attention.chained_attention import chained_attention
+from lowtide.ops.attention.varlen_attention import AttentionRules, varlen_attention
 from lowtide.ragged import RaggedBatch, Segment
 from lowtide.ranks.sequence import SequenceParallel
 

@@ -24,7 +24,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowtide.ops.attention_plan import AttentionPlan
+from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ragged import RaggedBatch, Segment
 
 PLAN = "ragged_plan"
@@ -196,8 +196,8 @@ def _attend(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def biases(layer: Any, longest: int) -> Tensor:
-    """The biases of all distances from query to key, [heads, distances], as `ops.attention_plan.Rules.bias` has them.
-    (A check of shapes would be compiled with the layer, which it fails.)"""
+    """The biases of all distances from query to key, [heads, distances], as `ops.attention.attention_plan.Rules.bias`
+    has them. (A check of shapes would be compiled with the layer, which it fails.)"""
     before = layer.compute_bias(longest, 1)[0, :, :, 0]
     after = layer.compute_bias(1, longest)[0, :, 0]
     return torch.cat([before.flip(1)[:, :-1], after], dim=1)

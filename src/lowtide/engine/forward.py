@@ -19,26 +19,26 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.peft import under_trained_tokens
 from lowtide.compat.transformers import set_attention
-from lowtide.engine.adapter_inputs import install_adapter_inputs
 from lowtide.engine.attention import NAME, PACKED, pair_inputs, planned_inputs, ragged_inputs
 from lowtide.engine.chains import why_not_chains
-from lowtide.engine.convolution import install_convolution
-from lowtide.engine.dropout import install_dropout
-from lowtide.engine.embedding import install_embedding
 from lowtide.engine.encoder_decoder import install_pairs, padded_pairs, places_in_targets, share_embedding
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import ScoreOutput, Scores, body
 from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import READ, NextToken
 from lowtide.engine.images import image_inputs, shown_images
-from lowtide.engine.linear import install_linear
-from lowtide.engine.noise import noisy_embeddings
-from lowtide.engine.rotary import Run, install_rotary, rows_of
-from lowtide.engine.stage import stage_of
+from lowtide.engine.layers.adapter_inputs import install_adapter_inputs
+from lowtide.engine.layers.convolution import install_convolution
+from lowtide.engine.layers.dropout import install_dropout
+from lowtide.engine.layers.embedding import install_embedding
+from lowtide.engine.layers.linear import install_linear
+from lowtide.engine.layers.noise import noisy_embeddings
+from lowtide.engine.layers.rotary import Run, install_rotary, rows_of
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.virtual_tokens import leading_states, prompt_config
 from lowtide.engine.weights.quantized import keep_trainable
-from lowtide.ops.attention_plan import AttentionPlan
-from lowtide.ops.cached_attention import CachedPlan
+from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ragged import SECOND_TEXT, RaggedBatch, SegmentImage
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.sequence import SequenceParallel
@@ -168,12 +168,13 @@ def computing(model: nn.Module) -> AbstractContextManager:
 
 
 def sequence_of(model: nn.Module) -> SequenceParallel | None:
-    """The ranks that the tokens of a batch are split over, where `engine.splitting.split_over` says so."""
+    """The ranks that the tokens of a batch are split over, where `over_ranks.splitting.split_over` says so."""
     return vars(causal_model(model)).get(SPLIT_OVER)
 
 
 def tensor_parallel_of(model: nn.Module) -> TensorParallel | None:
-    """The ranks that the matrices of each layer are split between, where `engine.weights.split_layers` did so."""
+    """The ranks that the matrices of each layer are split between, where `engine.weights.sharded.split_layers` did
+    so."""
     return vars(causal_model(model)).get(TENSOR_PARALLEL)
 
 
@@ -200,7 +201,7 @@ def score(
 ) -> ScoreOutput:
     """Runs the model on a batch, on the device where both are.
 
-    Ranks that split the tokens (`engine.splitting.split_over`) or the layers (`engine.weights.stages`) call it
+    Ranks that split the tokens (`over_ranks.splitting.split_over`) or the layers (`weights.sharded.stages`) call it
     together, with the same batch. With gradients, a stage of a pipeline is run by itself (`Stage.enter`).
 
     Args:
@@ -285,13 +286,13 @@ def read_next(
 ) -> Float[Tensor, "numbers rows"]:
     """What a function reads off the logits of the tokens that follow: one forward of generation.
 
-    Ranks that have layers of their own (`engine.weights.stages`) call it together, with the same tokens.
+    Ranks that have layers of their own (`weights.sharded.stages`) call it together, with the same tokens.
 
     Args:
         model: prepared by `install`, wrapped or not.
         plan: how the tokens attend.
         index: after which of the tokens, one for each row.
-        read: see `ops.linear_logprobs.read_logits`.
+        read: see `ops.logits.linear_logprobs.read_logits`.
         images: those among the tokens, in their order.
     """
     axes = plan.axes if isinstance(plan, CachedPlan) else None

@@ -23,7 +23,7 @@ from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.images import TYPES
 from lowtide.engine.probe import TOLERANCE, inference
 from lowtide.engine.vision import position_rule
-from lowtide.engine.weights.split_vocabulary import whole_vocabulary
+from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
 from lowtide.ragged import RaggedBatch, SegmentImage, Shown
 from lowtide.score_rules import IGNORE
 

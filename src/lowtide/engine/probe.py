@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from lowtide.compat.torch import gathered
 from lowtide.compat.transformers import rotary_limits_lowered
-from lowtide.engine.attention import PLAN, ragged_inputs
+from lowtide.engine.attention import ragged_inputs
+from lowtide.engine.encoder_decoder import PLAN
 from lowtide.engine.forward import (
     causal_model,
     computing,
@@ -34,10 +35,10 @@ from lowtide.engine.forward import (
 )
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores
-from lowtide.engine.split_plan import SharedHeads, SplitPlan
+from lowtide.engine.over_ranks.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
-from lowtide.engine.weights.split_vocabulary import whole_vocabulary
-from lowtide.ops.varlen_attention import BACKENDS, observed_backends
+from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
+from lowtide.ops.attention.varlen_attention import BACKENDS, observed_backends
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule, ShiftedRight

@@ -22,7 +22,7 @@ from lowtide.engine.heads.head import HIDDEN, STATES, Head, Scores, TeacherState
 from lowtide.engine.heads.head_parts import head_parts, projection_of
 from lowtide.engine.heads.hidden_states import HiddenStates
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.engine.stage import stage_of
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.weights.merging import Weights, effective_weights
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch

@@ -81,18 +81,24 @@ METHODS = MethodTable(
         ),
         "gkd": MethodRow("GKD", "generalized knowledge distillation: a student follows a teacher's distributions"),
         "grpo": MethodRow(
-            "GRPO", "group relative policy optimization: completions that the model writes, rewarded against each other"
+            "GRPO",
+            "group relative policy optimization: completions that the model writes, rewarded against each other",
+            module="lowtide.methods.online.grpo",
         ),
         "rloo": MethodRow(
-            "RLOO", "REINFORCE with a leave-one-out baseline: completions that the model writes, rewarded"
+            "RLOO",
+            "REINFORCE with a leave-one-out baseline: completions that the model writes, rewarded",
+            module="lowtide.methods.online.rloo",
         ),
         "online-dpo": MethodRow(
             "OnlineDPO",
             "online DPO: pairs of completions that the model writes, of which a judge or rewards prefer one",
-            module="lowtide.methods.online_dpo",
+            module="lowtide.methods.online.online_dpo",
         ),
         "ppo": MethodRow(
-            "PPO", "proximal policy optimization: completions that the model writes, rewarded, and a value function"
+            "PPO",
+            "proximal policy optimization: completions that the model writes, rewarded, and a value function",
+            module="lowtide.methods.online.ppo",
         ),
         "seq2seq": MethodRow(
             "Seq2Seq", "sequence to sequence: an encoder-decoder writes a target, such as a summary, for a source"

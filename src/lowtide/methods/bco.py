@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.paper import Paper
-from lowtide.methods.rows import Singles
-from lowtide.methods.unpaired import UnpairedOptions, row_weights, unpaired_metrics, unpaired_objective, with_margins
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.rows import Singles
+from lowtide.methods.shared.unpaired import (
+    UnpairedOptions,
+    row_weights,
+    unpaired_metrics,
+    unpaired_objective,
+    with_margins,
+)
 from lowtide.objectives.kto import Unpaired, bco
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.ops.float64 import to_float64

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, VisionOptions, check_read, flipped_labels, zeros
-from lowtide.methods.paper import Paper
-from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
-from lowtide.methods.rows import Pairs
+from lowtide.methods.shared.options import CompletionOptions, VisionOptions, check_read, flipped_labels, zeros
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.preference import ReadPairs, pair_metrics, pair_objective, per_token
+from lowtide.methods.shared.rows import Pairs
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.reference_free import LOSSES, alpha_reward
 from lowtide.option import FINITE, NOT_NEGATIVE, SHARE, option

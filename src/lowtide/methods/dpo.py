@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import (
+from lowtide.methods.shared.options import (
     CompletionOptions,
     ReferenceOptions,
     VisionOptions,
@@ -14,9 +14,9 @@ from lowtide.methods.options import (
     flipped_labels,
     zeros,
 )
-from lowtide.methods.paper import Paper
-from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
-from lowtide.methods.rows import Pairs
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.preference import ReadPairs, pair_metrics, pair_objective, read_pairs
+from lowtide.methods.shared.rows import Pairs
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.objectives.preference import DIVERGENCES, LOSSES
 from lowtide.option import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, option

@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.prompted import PromptedCollator, with_longest
 from lowtide.methods.method import Method, TokenObjective
-from lowtide.methods.options import TeacherOptions
-from lowtide.methods.paper import Paper
-from lowtide.methods.rollouts import WritingOptions
-from lowtide.methods.rows import Drawing, Preparation, Prepared, Texts
+from lowtide.methods.online.rollouts import WritingOptions
 from lowtide.methods.sft import TextOptions
+from lowtide.methods.shared.options import TeacherOptions
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.rows import Drawing, Preparation, Prepared, Texts
 from lowtide.objectives.distillation import divergence
-from lowtide.ops.linear_logprobs import Want
+from lowtide.ops.logits.logit_rows import Want
 from lowtide.option import COUNT, POSITIVE, SHARE, option
 from lowtide.score_rules import ScoreRule
 

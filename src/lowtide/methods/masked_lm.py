@@ -15,13 +15,13 @@ from lowtide.data.batches.masking import ONE_TOKEN, Masking, geometric, harmonic
 from lowtide.data.encode.masked import MaskedEncoder, MaskedOptions
 from lowtide.data.prepare import prepare
 from lowtide.engine.heads.masked_language_model import MaskedLanguageModel
-from lowtide.methods.beginning import BeginningOptions
-from lowtide.methods.likelihood import likelihood
 from lowtide.methods.method import Method
-from lowtide.methods.options import TransformersDefaults
-from lowtide.methods.paper import Paper
-from lowtide.methods.perplexity import with_perplexity
-from lowtide.methods.rows import Preparation, Prepared, RowLayout
+from lowtide.methods.shared.beginning import BeginningOptions
+from lowtide.methods.shared.likelihood import likelihood
+from lowtide.methods.shared.options import TransformersDefaults
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.perplexity import with_perplexity
+from lowtide.methods.shared.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, option
 from lowtide.score_rules import ScoreRule
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from lowtide.engine.heads.head import Head, ScoreOutput
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.methods.learning import Learning
-from lowtide.methods.options import StoredReference, TeacherOptions
-from lowtide.methods.paper import Paper
-from lowtide.methods.rows import RowLayout
+from lowtide.methods.online.learning import Learning
+from lowtide.methods.shared.options import StoredReference, TeacherOptions
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.rows import RowLayout
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.ops.linear_logprobs import NOTHING_MORE, ScoreLoss, Want
+from lowtide.ops.logits.linear_logprobs import NOTHING_MORE, ScoreLoss
+from lowtide.ops.logits.logit_rows import Want
 from lowtide.ragged import RaggedBatch
 
 EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
@@ -228,7 +229,7 @@ class Method:
     @property
     def writes(self) -> Learning | None:
         """What is made of what the policy writes, for a method that learns from that: the options are
-        `methods.rollouts.RolloutOptions` then."""
+        `methods.online.rollouts.RolloutOptions` then."""
         return getattr(self.rows, "learning", None)
 
     @property

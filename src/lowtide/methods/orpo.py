@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import CompletionOptions, VisionOptions
-from lowtide.methods.paper import Paper
-from lowtide.methods.preference import ReadPairs, pair_metrics, pair_objective, per_token
-from lowtide.methods.rows import Pairs
+from lowtide.methods.shared.options import CompletionOptions, VisionOptions
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.preference import ReadPairs, pair_metrics, pair_objective, per_token
+from lowtide.methods.shared.rows import Pairs
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.reference_free import log_odds_ratio
 from lowtide.option import NOT_NEGATIVE, option

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide.data.documents import documents_of
-from lowtide.methods.beginning import BeginningOptions
-from lowtide.methods.likelihood import likelihood
 from lowtide.methods.method import Method
-from lowtide.methods.perplexity import with_perplexity
-from lowtide.methods.rows import Preparation, Prepared, Texts
+from lowtide.methods.shared.beginning import BeginningOptions
+from lowtide.methods.shared.likelihood import likelihood
+from lowtide.methods.shared.perplexity import with_perplexity
+from lowtide.methods.shared.rows import Preparation, Prepared, Texts
 from lowtide.option import COUNT, NOT_NEGATIVE, Range, option
 
 

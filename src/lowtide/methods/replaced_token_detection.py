@@ -24,8 +24,8 @@ from lowtide.engine.heads.head import Stats
 from lowtide.engine.heads.replaced_tokens import ReplacedTokens
 from lowtide.methods.masked_lm import MaskedLMOptions, MaskedTexts
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.paper import Paper
-from lowtide.methods.rows import Preparation, Prepared
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.rows import Preparation, Prepared
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.replaced import detection_nll
 from lowtide.ops.float64 import to_float64

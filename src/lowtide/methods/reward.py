@@ -11,11 +11,11 @@ from torch import Tensor
 
 from lowtide.engine.heads.head import Stats
 from lowtide.engine.heads.value import VALUES, Value
-from lowtide.methods.completions import completion_segments
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.options import VisionOptions
-from lowtide.methods.paper import Paper
-from lowtide.methods.rows import Pairs
+from lowtide.methods.shared.completions import completion_segments
+from lowtide.methods.shared.options import VisionOptions
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.rows import Pairs
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.objectives.reward import bradley_terry
 from lowtide.option import COUNT, NOT_NEGATIVE, option

@@ -10,12 +10,12 @@ from lowtide.data.batches.collate import PairCollator
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.source_target import SourceTargetOptions, prepare_pairs_of_texts
 from lowtide.engine.heads.sequence_to_sequence import SequenceToSequence
-from lowtide.methods.likelihood import likelihood
-from lowtide.methods.masked_lm import with_perplexity
 from lowtide.methods.method import Method
-from lowtide.methods.options import TransformersDefaults
-from lowtide.methods.paper import Paper
-from lowtide.methods.rows import Preparation, Prepared, RowLayout
+from lowtide.methods.shared.likelihood import likelihood
+from lowtide.methods.shared.options import TransformersDefaults
+from lowtide.methods.shared.paper import Paper
+from lowtide.methods.shared.perplexity import with_perplexity
+from lowtide.methods.shared.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, option
 from lowtide.score_rules import ScoreRule, ShiftedRight
 

@@ -16,10 +16,10 @@ from lowtide.data.batches.values import LABEL
 from lowtide.data.formats.labelled import MULTIPLE, PROBLEMS, REGRESSION, SINGLE
 from lowtide.engine.heads.classes import LOGITS, SequenceClasses
 from lowtide.engine.heads.head import ScoreOutput, Stats
-from lowtide.methods.class_weights import WeightedClasses, class_weights
 from lowtide.methods.method import Labels, Method, RowObjective
-from lowtide.methods.options import TaskLength
-from lowtide.methods.rows import LabelledTexts
+from lowtide.methods.shared.class_weights import WeightedClasses, class_weights
+from lowtide.methods.shared.options import TaskLength
+from lowtide.methods.shared.rows import LabelledTexts
 from lowtide.objectives.classes import binary_nll, label_nll, squared_errors
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.option import COUNT, NOT_NEGATIVE, option

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowtide.methods.likelihood import likelihood
 from lowtide.methods.method import Method, TokenObjective
-from lowtide.methods.options import VisionOptions
-from lowtide.methods.rows import Texts
+from lowtide.methods.shared.likelihood import likelihood
+from lowtide.methods.shared.options import VisionOptions
+from lowtide.methods.shared.rows import Texts
 from lowtide.objectives.sft import LOSSES
 from lowtide.option import COUNT, NOT_NEGATIVE, option
 

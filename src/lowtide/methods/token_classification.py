@@ -15,10 +15,10 @@ from torch import Tensor
 from lowtide.data.batches.values import DOCUMENT, WORDS
 from lowtide.engine.heads.classes import LOGITS, TokenClasses
 from lowtide.engine.heads.head import ScoreOutput, Stats
-from lowtide.methods.class_weights import WeightedClasses, class_weights
 from lowtide.methods.method import Labels, Method, RowObjective
-from lowtide.methods.options import TaskLength
-from lowtide.methods.rows import Tags
+from lowtide.methods.shared.class_weights import WeightedClasses, class_weights
+from lowtide.methods.shared.options import TaskLength
+from lowtide.methods.shared.rows import Tags
 from lowtide.objectives.classes import label_nll
 from lowtide.objectives.entities import PREFIXES, entity_scores
 from lowtide.objectives.outcome import Counts, Outcome, mean_of

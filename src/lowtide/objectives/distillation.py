@@ -5,10 +5,10 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.ops.logits.linear_logprobs import TokenStats
 
 
 def divergence(stats: TokenStats) -> Float[Tensor, " scores"]:
-    """Generalized Jensen-Shannon divergence (arXiv 2306.13649, equation 1; see `ops.compared_rows`)."""
+    """Generalized Jensen-Shannon divergence (arXiv 2306.13649, equation 1; see `ops.logits.compared_rows`)."""
     assert stats.divergences is not None, "distillation wants divergences"
     return stats.divergences

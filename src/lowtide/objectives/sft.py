@@ -9,7 +9,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from lowtide.ops.linear_logprobs import ScoreLoss, TokenStats
+from lowtide.ops.logits.linear_logprobs import ScoreLoss, TokenStats
 
 
 def nll(stats: TokenStats) -> Float[Tensor, " scores"]:

@@ -21,7 +21,7 @@ from lowtide.ops.in_place import (
     needs_gradient,
     takes_gradient_in_place,
 )
-from lowtide.ops.split_vocabulary import Lookup, SharedLookup, SplitVocabulary
+from lowtide.ops.logits.split_vocabulary import Lookup, SharedLookup, SplitVocabulary
 
 
 def embed_tokens(

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import IO, Any, NamedTuple, ParamSpec, TypeVar
 
-from lowtide.deferred_imports import defer_imports
 from lowtide.escaping import shown
 from lowtide.methods import METHODS
+from lowtide.process.deferred_imports import defer_imports
 from lowtide.python_process import python_calling
 
 P = ParamSpec("P")

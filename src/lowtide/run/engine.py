@@ -22,14 +22,14 @@ from lowtide.data.batches.images import ImageReader
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install
 from lowtide.engine.heads import head_of
 from lowtide.engine.image_proof import ImageProof, ShownRow
+from lowtide.engine.layers.rotary import kinds_by_length, rows_alike
+from lowtide.engine.over_ranks.splitting import split_over
 from lowtide.engine.probe import Probe, attention_backends, probe
-from lowtide.engine.rotary import kinds_by_length, rows_alike
-from lowtide.engine.splitting import split_over
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
-from lowtide.engine.weights.fully_shard import shard_model
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
-from lowtide.engine.weights.stages import cut_into_stages
-from lowtide.engine.weights.zero import partition_model
+from lowtide.engine.weights.sharded.fully_shard import shard_model
+from lowtide.engine.weights.sharded.stages import cut_into_stages
+from lowtide.engine.weights.sharded.zero import partition_model
 from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.memory.weights.streaming import stream_of

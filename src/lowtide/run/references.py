@@ -15,18 +15,18 @@ from lowtide.compat.torch import FakeTensor
 from lowtide.engine.adapters import leaves_base
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, sequence_of, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.over_ranks.splitting import split_over
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.reference import AdapterOff, ArrivedPolicy, FrozenModel, ReferenceModel
-from lowtide.engine.splitting import split_over
-from lowtide.engine.stage import stage_of
-from lowtide.engine.weights.fully_shard import sharing_weights
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.reference_storage import STORAGES
-from lowtide.engine.weights.split_vocabulary import splits_head
-from lowtide.engine.weights.stages import cut_into_stages
+from lowtide.engine.weights.sharded.fully_shard import sharing_weights
+from lowtide.engine.weights.sharded.split_vocabulary import splits_head
+from lowtide.engine.weights.sharded.stages import cut_into_stages
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.streaming import stream_of
-from lowtide.methods.options import ReferenceOptions
+from lowtide.methods.shared.options import ReferenceOptions
 from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import Engine, cut, disable_dropout

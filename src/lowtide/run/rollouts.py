@@ -24,8 +24,8 @@ from lowtide.engine.forward import same_rows_of, sequence_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
-from lowtide.methods.learning import GroupRewards, Learning, Rewarded
-from lowtide.methods.rollouts import RolloutOptions
+from lowtide.methods.online.learning import GroupRewards, Learning, Rewarded
+from lowtide.methods.online.rollouts import RolloutOptions
 from lowtide.objectives.advantages import deviation, summed_up, weighted
 from lowtide.objectives.correction import Correction, correction, sampling_metrics
 from lowtide.ops.float64 import exchange_device

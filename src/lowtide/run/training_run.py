@@ -27,8 +27,8 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.images import run_tower
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.positions import position_table
-from lowtide.engine.stage import stage_of
 from lowtide.engine.vision import encodes_images, freeze_tower
 from lowtide.engine.weights.complete_weights import base_of_adapters, new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
@@ -39,8 +39,8 @@ from lowtide.memory.activations.spill_file import folder_on_a_disk
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
 from lowtide.methods.method import EXPERTS, Labels, Method, Objective, Scorer
-from lowtide.methods.rows import Preparation, Prepared
-from lowtide.ops.piece_keys import KeyPlace
+from lowtide.methods.shared.rows import Preparation, Prepared
+from lowtide.ops.attention.piece_keys import KeyPlace
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_rows import check_same_rows
 from lowtide.run.edge import out_of_memory_while
@@ -68,11 +68,11 @@ from lowtide.run.references import ReferenceMaker
 from lowtide.run.streamed_weights import check_before_loading, declare_base, stream_frozen, stream_trained, wants_stream
 from lowtide.run.teachers import TeacherMaker
 from lowtide.score_rules import LastToken, ScoreRule
-from lowtide.step.deepspeed import DeepSpeedUpdater
 from lowtide.step.heaviest import check_positions, row_lengths
 from lowtide.step.models import why_not_pieces
 from lowtide.step.runner import StepRunner
-from lowtide.step.stage_updater import PipelineUpdater
+from lowtide.step.updaters.deepspeed import DeepSpeedUpdater
+from lowtide.step.updaters.stage_updater import PipelineUpdater
 from lowtide.step_plan import LEAST
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.memory.activations.checkpointing import checkpointed_layers
-from lowtide.methods.options import zeros
+from lowtide.compat.transformers import checkpointed_layers
+from lowtide.methods.shared.options import zeros
 
 
 def unwise(args: Any, model: nn.Module, *, aux_coefficient: float = 0.0, given: bool = False) -> list[str]:

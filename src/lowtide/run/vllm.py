@@ -10,7 +10,7 @@ from torch import nn
 
 from lowtide.compat.vllm import check_version
 from lowtide.engine.forward import causal_model, embedding_weight
-from lowtide.methods.rollouts import RolloutOptions
+from lowtide.methods.online.rollouts import RolloutOptions
 from lowtide.ranks.world import launched
 from lowtide.rollout.generators.generator import Generator
 from lowtide.rollout.generators.vllm.colocated import VLLMColocatedGenerator

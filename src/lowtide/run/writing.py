@@ -13,12 +13,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.engine.forward import causal_model, parted_over
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.reference import ReferenceModel
-from lowtide.engine.stage import stage_of
-from lowtide.engine.weights.split_vocabulary import whole_vocabulary
-from lowtide.engine.weights.zero import weights_for_writing
+from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
+from lowtide.engine.weights.sharded.zero import weights_for_writing
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
-from lowtide.methods.rollouts import RolloutOptions, WritingOptions
+from lowtide.methods.online.rollouts import RolloutOptions, WritingOptions
 from lowtide.rollout.conversations import Conversations
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
 from lowtide.rollout.generators.ragged import RaggedGenerator

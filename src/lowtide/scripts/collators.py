@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.compat.jinja import limit_templates
+from lowtide.compat.templates.jinja import limit_templates
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE

@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 from lowtide.compat.argparse import actions_of, options_of, parsers_beneath
 from lowtide.compat.transformers import FieldParser
-from lowtide.environment import set_environment
 from lowtide.parsing import yaml_options
+from lowtide.process.environment import set_environment
 
 FOR_ARGPARSE = ("help", "choices", "aliases", "metavar")
 """What of a field's metadata argparse knows."""

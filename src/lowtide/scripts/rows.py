@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowtide.compat.jinja import limit_templates
+from lowtide.compat.templates.jinja import limit_templates
 
 limit_templates()
 SIDES = ("chosen", "rejected", "completion")

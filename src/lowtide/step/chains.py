@@ -1,9 +1,9 @@
 """The pieces of a micro-batch through a model, those before others first.
 
-Layers keep of a piece what later pieces see (`ops.piece_keys`). A pass without gradients drops it once no piece to come
-goes on from there. A pass with gradients runs a piece's forward again and backward at once, after all pieces that go on
-from it: by then these have left the gradients of its keys and values. So no more than one piece's activations are held,
-however long the row is.
+Layers keep of a piece what later pieces see (`ops.attention.piece_keys`). A pass without gradients drops it once no
+piece to come goes on from there. A pass with gradients runs a piece's forward again and backward at once, after all
+pieces that go on from it: by then these have left the gradients of its keys and values. So no more than one piece's
+activations are held, however long the row is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from lowtide.ops.piece_keys import KeyPlace, OnDevice, PieceKeys
+from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice, PieceKeys
 from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import Part
 

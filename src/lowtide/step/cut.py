@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.compat.torch import FakeTensor
 from lowtide.engine.heads.head import ScoreOutput
-from lowtide.ops.piece_keys import KeyPlace, PieceKeys
+from lowtide.ops.attention.piece_keys import KeyPlace, PieceKeys
 from lowtide.ragged import RaggedBatch, Segment, arranged, sent
 from lowtide.step_plan import LEAST, Limits, MicroBatch, PiecePlan, Span, cut_rows, plan_pieces
 

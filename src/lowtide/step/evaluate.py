@@ -11,7 +11,7 @@ from lowtide.data.batches.values import REFERENCE, TEACHER
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.ops.piece_keys import KeyPlace, OnDevice
+from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.step.chains import Chain

@@ -16,10 +16,10 @@ from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
 from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
+from lowtide.engine.over_ranks.stage import Stage, stage_of
 from lowtide.engine.reference import ReferenceModel, teaching
-from lowtide.engine.stage import Stage, stage_of
 from lowtide.methods.method import Objective, Scorer
-from lowtide.ops.piece_keys import KeyPlace, OnDevice
+from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed

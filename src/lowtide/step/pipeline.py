@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from lowtide.engine.heads.head import HIDDEN, ScoreOutput
-from lowtide.engine.stage import Stage
+from lowtide.engine.over_ranks.stage import Stage
 from lowtide.step.execute import Backward, Execution, schedules
 from lowtide.step_plan import IDLE, Act, RowSizes, Train
 

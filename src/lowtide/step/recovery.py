@@ -19,7 +19,7 @@ from torch import Tensor
 from lowtide.compat.torch import version_of
 from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
 from lowtide.methods.method import Objective, Scorer
-from lowtide.ops.piece_keys import KeyPlace, OnDevice
+from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.failures import RankFailed, tell, who_stopped
 from lowtide.ranks.shards import LocalShard

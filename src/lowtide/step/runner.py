@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from lowtide.engine.diagnose import find_nonfinite
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import ScoreOutput, body
-from lowtide.engine.noise import set_noise
+from lowtide.engine.layers.noise import set_noise
 from lowtide.engine.vision import stop_at_frozen_tower
 from lowtide.memory.table import ActiveTechniques
 from lowtide.methods.method import Objective, Scorer
-from lowtide.ops.piece_keys import KeyPlace, OnDevice
+from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.shards import is_gathered
 from lowtide.ranks.world import distributed
@@ -31,14 +31,14 @@ from lowtide.step.chains import Chain
 from lowtide.step.cut import parts_of
 from lowtide.step.evaluate import accompany, evaluate_batch
 from lowtide.step.execute import Backward
-from lowtide.step.in_backward import InBackward
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
 from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import NotFinite, check_finite
 from lowtide.step.recovery import StepSnapshot, surviving_scores, surviving_step
 from lowtide.step.train_step import Step
-from lowtide.step.updater import REMEDIES, NotFiniteStep, Updater, updater_of
+from lowtide.step.updaters.in_backward import InBackward
+from lowtide.step.updaters.updater import REMEDIES, NotFiniteStep, Updater, updater_of
 from lowtide.step_plan import LEAST, Limits
 
 

@@ -105,7 +105,7 @@ class LowtideTrainer(Trainer):
         self.checkpoint_writer, self.resuming, self.stopping = WholeCheckpoints(self), Resuming(self), Stopping(self)
         with engines_hidden(self.args):
             super().__init__(callbacks=callbacks, **kwargs)
-        self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `engine.noise` does not
+        self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `layers.noise` does not
         self.optimizer_maker.check(super().create_optimizer)
         runner.updater.accelerator, runner.optimizer_name = self.accelerator, self.optimizer_maker.name
         self.run_log = RunLog(self)

@@ -21,7 +21,7 @@ from lowtide.engine.weights.loading import said_problem
 from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.technique import Site, Technique
 from lowtide.methods.method import OWN, Findings, Method, Objective
-from lowtide.methods.rows import Prepared, RowLayout
+from lowtide.methods.shared.rows import Prepared, RowLayout
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_run import check_same_run
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.reference import ArrivedPolicy, FrozenModel
-from lowtide.methods.completions import completion_segments, in_completion, segment_sums
+from lowtide.methods.shared.completions import completion_segments, in_completion, segment_sums
 from lowtide.run.edge import edge
 from lowtide.run.engine import computed_in
 from lowtide.step.cut import Part

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowtide.ragged import RaggedBatch
 from lowtide.step.rehearsal import rehearse
-from lowtide.step.updater import NotFiniteStep
+from lowtide.step.updaters.updater import NotFiniteStep
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from transformers import LlamaConfig
 
-from lowtide.cli import gpus
-from lowtide.cli.described_run import described_run
 from lowtide.cli.main import main
+from lowtide.cli.planning import gpus
+from lowtide.cli.planning.described_run import described_run
 from lowtide.planner.answers.device_table import DeviceRow, DeviceTable, Fit
 from lowtide.planner.devices import DEVICES, GIB
 

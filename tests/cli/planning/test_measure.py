@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lowtide.cli import measure as command
 from lowtide.cli.main import main
+from lowtide.cli.planning import measure as command
 from lowtide.planner.answers.shared_run import SharedRun
 from lowtide.planner.estimate import Estimate
 from lowtide.trainers import predictions

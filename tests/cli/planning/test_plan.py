@@ -261,7 +261,9 @@ def test_a_run_file_for_lengths_sees_such_rows(capsys, model, tmp_path):
 
 
 def test_a_method_that_another_trainer_lacks_is_refused_before_all_else(capsys, monkeypatch):
-    monkeypatch.setattr("lowtide.cli.plan.described_run", lambda arguments: pytest.fail("the run was looked at"))
+    monkeypatch.setattr(
+        "lowtide.cli.planning.plan.described_run", lambda arguments: pytest.fail("the run was looked at")
+    )
     words = ["plan", "cpo", "--model", "m", "--lengths", "64x4", "--device", "4090", "--for", "axolotl"]
     assert main(words) == 2
     assert "Axolotl has no cpo" in " ".join(capsys.readouterr().err.split())

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lowtide import SFTConfig
-from lowtide.cli.launch import launch_command, prepare, split
 from lowtide.cli.main import main
+from lowtide.cli.training.launch import launch_command, prepare, split
 from lowtide.renamed import REPLACED
 
 GPUS = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: false\n"

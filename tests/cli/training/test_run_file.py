@@ -5,8 +5,8 @@ import yaml
 
 from lowtide import SFTConfig
 from lowtide.cli.endings import UsageError
-from lowtide.cli.run_file import read_run_file, write_run_file
-from lowtide.cli.train import RunOptions
+from lowtide.cli.training.run_file import read_run_file, write_run_file
+from lowtide.cli.training.train import RunOptions
 from lowtide.option_values import options_of
 
 OPTIONS = options_of(SFTConfig) | options_of(RunOptions)

@@ -10,8 +10,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lowtide.cli import train
 from lowtide.cli.main import main
+from lowtide.cli.training import train
 from lowtide.demo.data import Question, write_rows
 from lowtide.demo.tagging import save_tagger, tagged_rows
 from lowtide.step.rank_sync import OutOfMemory

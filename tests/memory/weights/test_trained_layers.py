@@ -15,7 +15,7 @@ from lowtide.memory.weights.streaming import stream_of
 from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.run import optimizers, streamed_weights
 from lowtide.run.streamed_weights import attach_trained
-from lowtide.step.in_backward import InBackward
+from lowtide.step.updaters.in_backward import InBackward
 from tests.support.memory.late_copies import CPU, FakeCuda
 from tests.support.models.tiny_models import build, checkpointed, loss_of, separate
 from tests.support.runs.streamed_runs import WRITTEN, assert_all_resumes, assert_like, outcome, saved, sft

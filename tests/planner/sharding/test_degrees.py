@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from lowtide import SFTConfig
-from lowtide.cli.run_file import read_run_file
+from lowtide.cli.training.run_file import read_run_file
 from lowtide.option_values import options_of as options_of_class
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.sharding.degrees import options_of, sharding_name, shardings_over

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from lowtide import SFTConfig
 from lowtide.memory.optimizers import compressed_adamw
 from lowtide.methods import METHODS
-from lowtide.ops import linear_logprobs
+from lowtide.ops.logits import linear_logprobs
 from lowtide.planner.answers.row_lengths import row_lengths
 from lowtide.planner.devices import DEVICES, device_named
 from lowtide.planner.estimate import estimate_run

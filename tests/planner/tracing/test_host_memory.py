@@ -18,7 +18,7 @@ from lowtide.planner.estimate import Estimate
 from lowtide.planning import estimate
 from lowtide.step.rehearsal import reserved_for_states
 from lowtide.step.runner import StepRunner
-from lowtide.step.updater import Updater
+from lowtide.step.updaters.updater import Updater
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8_000,

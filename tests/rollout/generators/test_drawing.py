@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from lowtide.ops.counter_random import stream_key, uniforms
-from lowtide.ops.drawing import draw
+from lowtide.ops.logits.drawing import draw
 from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.sampling import Streams, draw_tokens
 

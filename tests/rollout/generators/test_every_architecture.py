@@ -71,7 +71,7 @@ def test_what_cannot_be_served_is_told(name: str):
 
 def test_a_state_beside_the_keys_is_found_on_the_model_itself(monkeypatch: pytest.MonkeyPatch):
     """Short convolutions under a name that nobody knows."""
-    monkeypatch.setattr("lowtide.engine.convolution.FAMILIES", set())
+    monkeypatch.setattr("lowtide.engine.layers.convolution.FAMILIES", set())
     model = writer("lfm2", dtype=torch.float32)
     model.config.layer_types = ["full_attention", "full_attention"]
 

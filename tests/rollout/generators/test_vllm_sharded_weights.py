@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from lowtide.engine.weights.fully_shard import shard_model
-from lowtide.engine.weights.zero import partition_model
+from lowtide.engine.weights.sharded.fully_shard import shard_model
+from lowtide.engine.weights.sharded.zero import partition_model
 from lowtide.ranks import shards
 from lowtide.ranks.sharding import Sharding
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.engine.weights.fully_shard import shard_model
+from lowtide.engine.weights.sharded.fully_shard import shard_model
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import is_sharded
 from lowtide.rollout.rewards.completed import Completed

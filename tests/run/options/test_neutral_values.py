@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lowtide
-from lowtide.cli.run_file import read_run_file
+from lowtide.cli.training.run_file import read_run_file
 from lowtide.option_values import options_of
 
 OF_DATA = {"DatasetConfig", "DatasetMixtureConfig", "ModelConfig"}

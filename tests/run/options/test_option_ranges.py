@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lowtide
-from lowtide.cli.adapters import AdapterOptions
+from lowtide.cli.training.adapters import AdapterOptions
 from lowtide.option_values import options_of
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from tests.support.matrix.matrix import classes, make

@@ -39,8 +39,8 @@ from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Technique
 from lowtide.memory.weights.streaming import stream_of
-from lowtide.ops import linear_logprobs
-from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.ops.logits import linear_logprobs
+from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ops.mapped import is_mapped
 from tests.support.matrix.matrix_models import ONLINE, ROWS, TAUGHT, build, parts, rows, tokenizer
 

@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-from lowtide.cli.launch import split
+from lowtide.cli.training.launch import split
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))

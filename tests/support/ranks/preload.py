@@ -7,7 +7,7 @@ import torch
 import transformers  # noqa: F401
 
 import lowtide
-import lowtide.cli.train
+import lowtide.cli.training.train
 
 for name in lowtide.__all__:
     getattr(lowtide, name)

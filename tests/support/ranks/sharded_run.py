@@ -169,7 +169,7 @@ def _peaks(given: dict[str, Any]) -> dict[str, int]:
 
 def _fully_shard(counted: LivingBytes, *, rounds: int, tied: bool = False, reshard: bool = True, **_: Any) -> None:
     """As lowtide's trainers cut a model."""
-    from lowtide.engine.weights.fully_shard import shard_model
+    from lowtide.engine.weights.sharded.fully_shard import shard_model
     from lowtide.ranks.sharding import Sharding
 
     with counted.during("loading"):

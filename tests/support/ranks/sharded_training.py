@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.engine.forward import causal_model
-from lowtide.engine.stage import stage_of
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.ranks.shards import is_sharded, whole_of
 from lowtide.trainers.checkpoints.shards import whole_state
 from tests.support.heap import leave_out

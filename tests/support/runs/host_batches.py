@@ -13,7 +13,7 @@ from lowtide.methods import METHODS
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import LastToken
 from lowtide.step.runner import StepOptions, StepRunner
-from lowtide.step.updater import Updater
+from lowtide.step.updaters.updater import Updater
 from tests.support.models.preference_models import build, pair_rows, unpaired_rows
 
 

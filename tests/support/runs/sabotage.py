@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from lowtide.ops import linear_logprobs
+from lowtide.ops.logits import linear_logprobs
 
 PLACES = ("forward", "head", "backward")
 OPTIMIZER = "optimizer"

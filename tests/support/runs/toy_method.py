@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lowtide.methods.method import Method, TokenObjective
-from lowtide.methods.rows import Texts
 from lowtide.methods.sft import SFTOptions
-from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.methods.shared.rows import Texts
+from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.option import NOT_NEGATIVE, option
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.cli.run_file import write_run_file
+from lowtide.cli.training.run_file import write_run_file
 from lowtide.trainers.checkpoints import durable
 from lowtide.trainers.checkpoints.soundness import damage
 from lowtide.trainers.checkpoints.write_errors import write_reason

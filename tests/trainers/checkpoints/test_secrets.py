@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lowtide import SFTConfig
-from lowtide.cli.run_file import write_run_file
+from lowtide.cli.training.run_file import write_run_file
 from lowtide.option_values import options_of
 from lowtide.run.options.secrets import without_secrets
 from tests.support.runs.small_runs import small

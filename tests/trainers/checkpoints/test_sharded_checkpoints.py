@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowtide.cli.main import main
 from lowtide.engine.weights.loading import load_model
-from lowtide.engine.weights.shard_files import WeightFiles, shards_in, write_shard
+from lowtide.engine.weights.sharded.shard_files import WeightFiles, shards_in, write_shard
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import whole_of
 from lowtide.run.options.sharding import sharding_of

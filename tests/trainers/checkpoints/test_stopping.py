@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from lowtide.cli.main import main
-from lowtide.cli.train import RunOptions
+from lowtide.cli.training.train import RunOptions
 from lowtide.trainers.checkpoints import signals
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
 from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest, stopping_at_once

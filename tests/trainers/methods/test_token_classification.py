@@ -15,8 +15,8 @@ from transformers import BertConfig, BertModel, pipeline
 
 from lowtide import TokenClassificationConfig
 from lowtide.engine.heads.head import ScoreOutput
-from lowtide.methods.class_weights import class_weights
 from lowtide.methods.method import Labels
+from lowtide.methods.shared.class_weights import class_weights
 from lowtide.objectives.entities import entity_scores
 from tests.support.marks import slow_but
 from tests.support.models.tagging import SIZES, TAGS, dataset, tagger, tokenizer, trainer, words_and_tags

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.methods.learning import GroupRewards, Rewarded
-from lowtide.methods.ppo import moments
+from lowtide.methods.online.learning import GroupRewards, Rewarded
+from lowtide.methods.online.ppo import moments
 from lowtide.objectives.ppo import whitened
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.rollout import Rollout

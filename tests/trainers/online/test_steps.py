@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lowtide.engine.reference import logprobs
-from lowtide.ops import linear_logprobs
+from lowtide.ops.logits import linear_logprobs
 from lowtide.step.rank_sync import OutOfMemory
 from tests.support.marks import slow_but
 from tests.support.references.parity_world import tokenizer

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lowtide.engine.forward import causal_model
-from lowtide.engine.stage import stage_of
-from lowtide.engine.weights.stages import gathered_weights
+from lowtide.engine.over_ranks.stage import stage_of
+from lowtide.engine.weights.sharded.stages import gathered_weights
 from lowtide.ranks.shards import whole_of
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of

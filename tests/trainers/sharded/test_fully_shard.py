@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowtide.engine.forward import install
-from lowtide.engine.weights.fully_shard import shard_model, weights_for_writing
 from lowtide.engine.weights.quantized import check_shardable
+from lowtide.engine.weights.sharded.fully_shard import shard_model, weights_for_writing
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.ranks.sharding import Sharding

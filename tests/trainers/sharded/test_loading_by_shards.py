@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.engine.weights import fully_shard, widening
 from lowtide.engine.weights.loading import load_model
+from lowtide.engine.weights.sharded import fully_shard, widening
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import whole_of
 from tests.support.matrix import matrix

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lowtide.engine.forward import causal_model
-from lowtide.ops import linear_logprobs
+from lowtide.ops.logits import linear_logprobs
 from tests.support.matrix import matrix
 from tests.support.ranks import sharded_training
 from tests.support.ranks.processes import run_ranks

@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lowtide.compat.jinja import limit_templates
+from lowtide.compat.templates.jinja import limit_templates
 from lowtide.data.formats.conversation import Message
 from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace

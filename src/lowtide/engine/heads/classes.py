@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import (
 
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, at_least_float32, is_one_of
 from lowtide.engine.heads.own_head import own_head
-from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
+from lowtide.ops.logits.linear_logprobs import NOTHING_MORE
+from lowtide.ops.logits.logit_rows import Want
 from lowtide.score_rules import FIRST_TOKEN, OWN_TOKEN, LastToken, ScoreRule
 
 TOKEN_CLASSIFIERS = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())

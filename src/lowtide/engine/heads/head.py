@@ -19,7 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from lowtide.engine.heads.head_parts import HeadParts
-from lowtide.ops.linear_logprobs import NOTHING_MORE, Projection, ScoreLoss, Want
+from lowtide.ops.logits.linear_logprobs import NOTHING_MORE, ScoreLoss
+from lowtide.ops.logits.logit_rows import Projection, Want
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 
 
@@ -61,15 +62,15 @@ class Scores:
     factor: float = 1.0
     """Factor of that loss."""
     grad_scale: float = 1.0
-    """What `backward` multiplies the loss by (see `ops.linear_logprobs.linear_loss`)."""
+    """What `backward` multiplies the loss by (see `ops.logits.linear_logprobs.linear_loss`)."""
     accumulate: bool = False
-    """The head's weight takes its gradient straight into `.grad` (see `ops.linear_logprobs`)."""
+    """The head's weight takes its gradient straight into `.grad` (see `ops.logits.linear_logprobs`)."""
     aux_loss: bool = False
     """Also the load-balancing loss of a mixture of experts."""
     lengths: Tensor | None = None
     """[scores]: tokens of the segment that begins at `index`, for a head that reads the mean of its hidden states."""
     read: Callable[[Tensor, slice], Tensor] | None = None
-    """What the head of next tokens reads off the logits (see `ops.linear_logprobs.read_logits`)."""
+    """What the head of next tokens reads off the logits (see `ops.logits.linear_logprobs.read_logits`)."""
     draws: Float[Tensor, " scores"] | None = None
     """Uniform numbers with which a generator draws a token in each score's place (`engine.heads.replaced_tokens`)."""
     replacements: Replacements | None = None
@@ -79,7 +80,7 @@ class Scores:
     teacher: TeacherStates | None = None
     """Whom the `divergences` of `want` are from; their loss is formed in forward."""
     beta: float = 0.5
-    """Of these: 0 is KL(teacher || student), 1 is KL(student || teacher) (see `ops.compared_rows`)."""
+    """Of these: 0 is KL(teacher || student), 1 is KL(student || teacher) (see `ops.logits.compared_rows`)."""
     head: type[Head] | None = None
     """The head that is asked; None for the one that `install_head` found on the model."""
 

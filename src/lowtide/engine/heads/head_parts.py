@@ -19,7 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowtide.compat.peft import rows_of_tokens, tokens_switched_on, trained_tokens
 from lowtide.engine.weights.quantized import is_quantized
-from lowtide.ops.linear_logprobs import Projection, Term
+from lowtide.ops.logits.linear_logprobs import Term
+from lowtide.ops.logits.logit_rows import Projection
 
 SCALED_WHERE_TIED = frozenset({"umt5", "switch_transformers"})
 """Model types that scale hidden states as T5 where the head is the embedding, without a word of it in their config."""

@@ -25,18 +25,17 @@ from lowtide.compat.torch import unread_in_backward
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, acting_as, body, is_one_of, own_call
 from lowtide.engine.heads.head_parts import HeadParts, head_parts, head_terms, projection_of
 from lowtide.engine.heads.own_head import layers_before_head, own_head
-from lowtide.engine.weights.split_vocabulary import split_of
-from lowtide.ops.linear_logprobs import (
+from lowtide.engine.weights.sharded.split_vocabulary import split_of
+from lowtide.ops.logits.linear_logprobs import (
     NOTHING_MORE,
-    Projection,
     Teacher,
     TokenStats,
-    Want,
     chunk_rows,
     forms_in_forward,
     linear_logprobs,
     linear_loss,
 )
+from lowtide.ops.logits.logit_rows import Projection, Want
 
 WITH_IMAGES = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES} - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """Model types whose language model is a part of a vision-language model."""

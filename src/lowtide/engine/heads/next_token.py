@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.heads.head_parts import HeadParts, head_parts, head_terms, projection_of
 from lowtide.engine.heads.language_model import LanguageModel, met_by_head
-from lowtide.engine.weights.split_vocabulary import split_of
-from lowtide.ops.linear_logprobs import read_logits
+from lowtide.engine.weights.sharded.split_vocabulary import split_of
+from lowtide.ops.logits.linear_logprobs import read_logits
 
 READ = "read"
 """The statistic of what was read off the logits, [numbers, scores]."""
@@ -40,7 +40,8 @@ def read_off(
     index: Int[Tensor, " scores"],
     read: Callable[[Tensor, slice], Tensor],
 ) -> Shaped[Tensor, "numbers scores"]:
-    """What a function reads off the logits (see `ops.linear_logprobs.read_logits`), within the head's own call."""
+    """What a function reads off the logits (see `ops.logits.linear_logprobs.read_logits`), within the head's own
+    call."""
     terms, bias = head_terms(parts, hidden)
     split = split_of(parts.base.weight)
     return read_logits(terms, index, read, bias=bias, projection=projection_of(model.config), split=split)

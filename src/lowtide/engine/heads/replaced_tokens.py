@@ -26,8 +26,9 @@ from lowtide.engine.heads.next_token import read_off
 from lowtide.engine.heads.own_head import own_head
 from lowtide.engine.weights.load_errors import one_line
 from lowtide.engine.weights.weight_files import saved_module
-from lowtide.ops.drawing import draw
-from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
+from lowtide.ops.logits.drawing import draw
+from lowtide.ops.logits.linear_logprobs import NOTHING_MORE
+from lowtide.ops.logits.logit_rows import Want
 from lowtide.score_rules import OWN_TOKEN, ScoreRule
 
 GENERATOR = "generator"

@@ -10,7 +10,8 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, at_least_float32
 from lowtide.engine.heads.vision_value import register_reward_model
-from lowtide.ops.linear_logprobs import NOTHING_MORE, Want
+from lowtide.ops.logits.linear_logprobs import NOTHING_MORE
+from lowtide.ops.logits.logit_rows import Want
 from lowtide.score_rules import LastToken, ScoreRule
 
 VALUES = "values"

@@ -32,7 +32,7 @@ from lowtide.engine.weights.load_errors import check_layers
 from lowtide.engine.weights.model_init import CODE, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.quantized import check_torchao
-from lowtide.engine.weights.shard_files import shards_in
+from lowtide.engine.weights.sharded.shard_files import shards_in
 
 logger = logging.getLogger(__name__)
 

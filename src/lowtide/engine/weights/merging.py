@@ -28,7 +28,7 @@ from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads import HEADS
 from lowtide.engine.weights.quantized import is_quantized
-from lowtide.engine.weights.shard_files import OF_A_MODEL, WeightFiles, missing_shards, shards_in
+from lowtide.engine.weights.sharded.shard_files import OF_A_MODEL, WeightFiles, missing_shards, shards_in
 from lowtide.own_files import share_file
 from lowtide.ranks.shards import held_whole
 

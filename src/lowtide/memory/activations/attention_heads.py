@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lowtide.memory.activations.computed_again import Surroundings, computing_parts, sum_wide
-from lowtide.ops.cached_attention import CachedPlan
+from lowtide.ops.attention.cached_attention import CachedPlan
 
 FAMILIES = frozenset(
     {

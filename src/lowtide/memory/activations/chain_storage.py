@@ -1,4 +1,5 @@
-"""Where the keys and values of a long row wait, and their gradients (see `ops.piece_keys`), when not on the device.
+"""Where the keys and values of a long row wait, and their gradients (see `ops.attention.piece_keys`), when not on the
+device.
 
 From a GPU they go to pinned host memory, from a CPU to a file (`memory.activations.spill_file`). They come back a piece
 and a layer at a time, for as long as they are read. Exact: the bytes come back as they were.
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from lowtide.compat.torch import FakeTensor
 from lowtide.memory.activations.spill_file import SpillFile
-from lowtide.ops.piece_keys import KeyPlace, OnDevice, compact
+from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice, compact
 
 DEVICE, HOST = "device", "host"
 """The values of `chain_storage`."""

@@ -36,7 +36,7 @@ from lowtide.compat.torch import (
 from lowtide.compat.transformers import checkpoint_by, checkpointed_layers
 from lowtide.memory.activations.computed_again import are_parts
 from lowtide.memory.activations.offloading import Held, hold
-from lowtide.ops.attention_blocks import computing_blocks
+from lowtide.ops.attention.attention_blocks import computing_blocks
 
 ATTENTION = FUSED_ATTENTION | frozenset(
     {

@@ -98,7 +98,7 @@ def _leave_attention_out(model: nn.Module) -> None:
 
 
 def _leave_dropout_out(model: nn.Module) -> None:
-    """Has graphs break at dropouts of `engine.dropout`, whose bits no graph can draw again."""
+    """Has graphs break at dropouts of `engine.layers.dropout`, whose bits no graph can draw again."""
     dropouts: list[Any] = [module for module in model.modules() if isinstance(module, nn.Dropout)]
     for module in dropouts:
         forward = module.__dict__.get("forward")

@@ -11,7 +11,8 @@ from lowtide.ranks.sharding import Sharding
 DEGREES = (2, 4, 8, 16)
 """Of ranks that split sequences or layers together: those within a node."""
 FILLED_UP = 1.25
-"""Attention heads that ranks which split sequences may compute for each of the model's (`engine.split_plan`)."""
+"""Attention heads that ranks which split sequences may compute for each of the model's
+(`engine.over_ranks.split_plan`)."""
 
 
 def shardings_over(cluster: Cluster, heads: int) -> list[Sharding]:

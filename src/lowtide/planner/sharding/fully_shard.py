@@ -13,8 +13,8 @@ its shards are gathered into one flat buffer, which is copied out into a tensor 
 - a tied embedding is whole from its own forward to the head's, and all through backward where that reads it. Its
   gradient stays whole to the end, as nothing before it tells that it is complete.
 
-Where head and embedding stay in rows (`engine.weights.split_vocabulary`), they are no units: hidden states of a chunk
-travel in their place, and each rank has the gradient of its own rows.
+Where head and embedding stay in rows (`engine.weights.sharded.split_vocabulary`), they are no units: hidden states of a
+chunk travel in their place, and each rank has the gradient of its own rows.
 
 Over gloo what another rank sends of a sum is held beside it (`compat.gloo`): one more part of what is reduced.
 """
@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowtide.ops.linear_logprobs import chunk_rows
+from lowtide.ops.logits.linear_logprobs import chunk_rows
 from lowtide.planner.sharding.layout import Layout, Parameter, byte_sum
 from lowtide.planner.sharding.moment import OneDevice, PeakMoment
 from lowtide.ranks.sharding import Sharding

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lowtide.engine.weights.split_layers import style_of
+from lowtide.engine.weights.sharded.split_layers import style_of
 from lowtide.planner.sharding.layout import Layout, Parameter
 
 SPLIT: dict[str, int] = {

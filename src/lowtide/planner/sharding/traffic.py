@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.engine.weights.split_layers import style_of
+from lowtide.engine.weights.sharded.split_layers import style_of
 from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice
 from lowtide.planner.sharding.zero import wanted_again

@@ -31,7 +31,7 @@ from lowtide.engine.weights.complete_weights import base_of_adapters
 from lowtide.engine.weights.load_errors import check_layers, one_line
 from lowtide.engine.weights.loading import adapt
 from lowtide.planner.tracing.following import stack_of
-from lowtide.planner.tracing.four_bit import materialized, store_in_four_bits
+from lowtide.planner.tracing.substitutes.four_bit import materialized, store_in_four_bits
 from lowtide.planner.tracing.unroll import MIDDLE, TRACED_LAYERS
 
 PATHS = ("./", "../", "/", "~")

@@ -27,7 +27,7 @@ from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import prompt_images, prompts_of
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model
-from lowtide.engine.splitting import split_traced
+from lowtide.engine.over_ranks.splitting import split_traced
 from lowtide.engine.weights.labels import set_labels, set_problem
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.reference_storage import STORAGES
@@ -42,14 +42,14 @@ from lowtide.planner.speed import OperationCosts
 from lowtide.planner.tracing.described_model import DescribedModel
 from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, keys_followed, label, stack_of
-from lowtide.planner.tracing.four_bit import check_four_bit, reference_in_four_bits
 from lowtide.planner.tracing.host_memory import followed_to_the_host, weights_go, weights_wait, with_transfers
 from lowtide.planner.tracing.known_results import KnownResults
-from lowtide.planner.tracing.package_optimizers import as_stepped, pages_states
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
 from lowtide.planner.tracing.rollouts import TracedCompletions, TracedPrompt, TracedRollout, TracedWriting
 from lowtide.planner.tracing.split_tokens import TracedSlice
-from lowtide.planner.tracing.stand_ins import as_on
+from lowtide.planner.tracing.substitutes.four_bit import check_four_bit, reference_in_four_bits
+from lowtide.planner.tracing.substitutes.package_optimizers import as_stepped, pages_states
+from lowtide.planner.tracing.substitutes.stand_ins import as_on
 from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.planner.tracing.trace import Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled

@@ -16,8 +16,8 @@ from lowtide.engine.reference import ReferenceModel
 from lowtide.engine.vision import TOWERS
 from lowtide.memory.activations import chain_storage
 from lowtide.memory.optimizers.file_states import FileStates
-from lowtide.ops.piece_keys import OnDevice
-from lowtide.planner.tracing.package_optimizers import PAGED_FROM
+from lowtide.ops.attention.piece_keys import OnDevice
+from lowtide.planner.tracing.substitutes.package_optimizers import PAGED_FROM
 from lowtide.planner.tracing.trace import HOST, IN_FILES, KEYS, PHASES, PINNED, StorageTrace
 from lowtide.step.runner import StepRunner
 

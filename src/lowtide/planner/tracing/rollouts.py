@@ -26,8 +26,8 @@ from lowtide.engine.forward import COMPUTED_IN, SPLIT_OVER, causal_model, embedd
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
-from lowtide.methods.learning import Learning
-from lowtide.ops.linear_logprobs import Want
+from lowtide.methods.online.learning import Learning
+from lowtide.ops.logits.logit_rows import Want
 from lowtide.planner.tracing.reward_models import reward_completions
 from lowtide.planner.tracing.trace import StorageTrace
 from lowtide.ragged import PositionRule, RaggedBatch, SegmentImage, Shown

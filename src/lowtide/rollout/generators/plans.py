@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lowtide.ops.attention_plan import AttentionPlan, Rules, Sight
-from lowtide.ops.cached_attention import CachedPlan, Part, as_bias, gather_from, merged, seen
-from lowtide.ops.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
+from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
+from lowtide.ops.attention.cached_attention import CachedPlan, Part, as_bias, gather_from, merged, seen
+from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
 from lowtide.ragged import PositionRule, RaggedBatch, Shown
 from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
 from lowtide.score_rules import IGNORE

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowtide.ops.counter_random import uniforms
-from lowtide.ops.drawing import candidates, cut_below, draw, penalize
+from lowtide.ops.logits.drawing import candidates, cut_below, draw, penalize
 from lowtide.rollout.generators.generator import Sampling
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.compat.transformers import attention_implementation
-from lowtide.engine import convolution
 from lowtide.engine.attention import NAME
 from lowtide.engine.forward import COMPUTED_IN, causal_model, embedding_weight, read_next, vocabulary
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.layers import convolution
+from lowtide.engine.layers.rotary import kinds_by_length
 from lowtide.engine.probe import TOLERANCE
-from lowtide.engine.rotary import kinds_by_length
 from lowtide.engine.virtual_tokens import prompt_config
-from lowtide.ops.attention_plan import AttentionPlan
+from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.generators.cache import Group, KeyStore, Line
 from lowtide.rollout.generators.plans import NextPlan, PromptPlan, RepliesPlan

@@ -20,13 +20,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowtide.compat.jinja import limit_templates
+from lowtide.compat.templates.jinja import limit_templates
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install, score_shared
 from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.value import Value
+from lowtide.engine.layers.rotary import kinds_by_length
 from lowtide.engine.probe import Probe, probe
-from lowtide.engine.rotary import kinds_by_length
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.loading import check_tokenizer, load_tokenizer, saved_config

@@ -20,7 +20,7 @@ from lowtide.engine.weights.labels import name_labels
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.engine.weights.new_model import begins_at_random
-from lowtide.engine.weights.widening import load_waiting, waits
+from lowtide.engine.weights.sharded.widening import load_waiting, waits
 from lowtide.option_values import check_ranges
 from lowtide.run.optimizers import OPTIMIZERS
 from lowtide.run.options.training import TrainingConfig, default_of

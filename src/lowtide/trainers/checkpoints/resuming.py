@@ -22,9 +22,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from lowtide.compat.deepspeed import is_partitioned, replaced_by_first_rank
 from lowtide.compat.peft import same_weights_trained
 from lowtide.engine.forward import causal_model
-from lowtide.engine.stage import stage_of
-from lowtide.engine.weights.shard_files import shards_in
-from lowtide.engine.weights.stages import with_weights_on
+from lowtide.engine.over_ranks.stage import stage_of
+from lowtide.engine.weights.sharded.shard_files import shards_in
+from lowtide.engine.weights.sharded.stages import with_weights_on
 from lowtide.memory.optimizers.low_rank import loading_projectors
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.own_files import remove_marked

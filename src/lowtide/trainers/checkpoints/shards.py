@@ -2,9 +2,9 @@
 file a rank.
 
 A whole model is put together weight by weight on the first rank's host, and saved as any model is. Otherwise each rank
-writes its own rows (`engine.weights.shard_files`), and none holds more than these and one weight. Optimizer states stay
-cut in any case, since together they are larger than the model. A run on another number of ranks cuts all of it anew,
-reading no more than its own rows of each file.
+writes its own rows (`engine.weights.sharded.shard_files`), and none holds more than these and one weight. Optimizer
+states stay cut in any case, since together they are larger than the model. A run on another number of ranks cuts all of
+it anew, reading no more than its own rows of each file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from lowtide.compat.deepspeed import is_partitioned, put_in
 from lowtide.compat.torch import let_go
 from lowtide.engine.forward import causal_model
-from lowtide.engine.stage import stage_of
-from lowtide.engine.weights.shard_files import WeightFiles, shard_name
-from lowtide.engine.weights.stages import gathered_weights
+from lowtide.engine.over_ranks.stage import stage_of
+from lowtide.engine.weights.sharded.shard_files import WeightFiles, shard_name
+from lowtide.engine.weights.sharded.stages import gathered_weights
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.ranks.shards import (
     Place,

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers.trainer_pt_utils import safe_globals
 
-from lowtide.engine.weights.shard_files import missing_shards
+from lowtide.engine.weights.sharded.shard_files import missing_shards
 from lowtide.memory.optimizers.low_rank import projectors
 from lowtide.parsing import parse_json
 from lowtide.trainers.checkpoints.manifest import MANIFEST, difference, read_manifest

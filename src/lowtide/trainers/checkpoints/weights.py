@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import names_not_saved
-from lowtide.engine.weights.shard_files import WeightFiles, shards_in
+from lowtide.engine.weights.sharded.shard_files import WeightFiles, shards_in
 from lowtide.parsing import parse_json
 from lowtide.ranks.shards import whole_shape
 from lowtide.trainers.checkpoints.beside import beside_adapters, folder_of_other

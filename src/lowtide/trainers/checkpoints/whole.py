@@ -19,8 +19,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lowtide.compat.transformers import no_checkpoints_deleted
 from lowtide.engine.forward import causal_model
-from lowtide.engine.stage import stage_of
-from lowtide.engine.weights.shard_files import OF_A_MODEL, missing_shards, shards_in, write_shard
+from lowtide.engine.over_ranks.stage import stage_of
+from lowtide.engine.weights.sharded.shard_files import OF_A_MODEL, missing_shards, shards_in, write_shard
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.own_files import check_no_links, make_marked, remove_marked, separate_hard_links, share_weights
 from lowtide.parsing import parse_json

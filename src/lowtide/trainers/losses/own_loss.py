@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.engine.forward import causal_model, computing, score_shared
 from lowtide.engine.heads.head import ScoreOutput
-from lowtide.engine.noise import noisy_embeddings
+from lowtide.engine.layers.noise import noisy_embeddings
 from lowtide.engine.padded import padded_inputs
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.methods.method import Objective, OwnLoss, TokenObjective
 from lowtide.objectives.outcome import Counts
-from lowtide.ops.linear_logprobs import TokenStats
+from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import Part, split
 from lowtide.step.metrics import Totals

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtide.data.batches.values import KEPT
 from lowtide.engine.forward import score_shared
 from lowtide.engine.heads.head import Scores
-from lowtide.ops.linear_logprobs import Want
+from lowtide.ops.logits.logit_rows import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import objects_of_all_ranks
 from lowtide.step.rank_sync import RankSync

@@ -15,7 +15,7 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.token_value import TokenValue, WithValues
 from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.loading import load_model
-from lowtide.methods.rollouts import RolloutOptions
+from lowtide.methods.online.rollouts import RolloutOptions
 from lowtide.rollout.environments import Environments
 from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.models import RewardModelOptions

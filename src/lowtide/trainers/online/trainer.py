@@ -14,8 +14,8 @@ from datasets import Dataset
 from torch import nn
 
 from lowtide.engine.forward import parted_over
-from lowtide.methods.learning import Learning
-from lowtide.methods.rollouts import RolloutOptions
+from lowtide.methods.online.learning import Learning
+from lowtide.methods.online.rollouts import RolloutOptions
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.conversations import ToolUse
 from lowtide.rollout.rewards.models import ModelReward

@@ -14,11 +14,11 @@ import torch
 
 from lowtide.data.batches.collate import REFERENCE_COLUMN
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, sequence_of
+from lowtide.engine.over_ranks.splitting import split_over
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.reference import AdapterOff, FrozenModel
-from lowtide.engine.splitting import split_over
-from lowtide.engine.stage import stage_of
 from lowtide.engine.weights.loading import load_model
-from lowtide.engine.weights.stages import cut_into_stages
+from lowtide.engine.weights.sharded.stages import cut_into_stages
 from lowtide.methods.method import Scorer
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.optimizers import OPTIMIZERS

@@ -26,7 +26,7 @@ from lowtide.data.batches.collate import REFERENCE_COLUMN
 from lowtide.data.cache.fingerprint import cache_file, combine, function_fingerprint
 from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
-from lowtide.engine.stage import stage_of
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.ops.mapped import let_go
 from lowtide.own_files import writing
 from lowtide.ragged import RaggedBatch

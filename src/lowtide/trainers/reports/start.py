@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from lowtide.compat.torch import cpu_has_bf16
 from lowtide.engine.forward import causal_model
-from lowtide.engine.stage import stage_of
+from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.memory.weights.streaming import stream_of

@@ -1,0 +1,104 @@
+"""Rows of a student's logits beside a teacher's: how far the two distributions are apart, and the gradient of that.
+
+The distance is the generalized Jensen-Shannon divergence (Agarwal et al., arXiv 2306.13649, equation 1). With the
+teacher's distribution p, the student's q, and their mixture m = beta p + (1 - beta) q it is
+
+    beta KL(p || m) + (1 - beta) KL(q || m)    for 0 < beta < 1
+    KL(p || q)                                 for beta = 0
+    KL(q || p)                                 for beta = 1
+
+Its gradient at the student's logits, over the temperature, is q - p for beta = 0, and otherwise q (g - sum of q g) with
+g = log q - log p for beta = 1 and g = (1 - beta) (log q - log m) between. As in TRL no power of the temperature is
+taken out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
+
+
+class ComparedRows(TorchRows):
+    """Some rows of a student's logits, which also know the teacher's of the same scores.
+
+    Where one vocabulary has more rows than the other, as of rows that pad it, both distributions are over those that
+    both have. The divergence's slope is formed with the statistics, in place of the teacher's logits. Where the columns
+    are a part of a vocabulary, `stats` is without divergences: `compare` gives them, after `settle`.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        projection: Projection,
+        scratch: Tensor | None,
+        *,
+        teacher: Tensor,
+        teacher_projection: Projection,
+        beta: float,
+        vocab: int | None = None,
+    ):
+        """As of `TorchRows`; `teacher` [rows, its vocab] is used up likewise; `beta` from 0 to 1."""
+        common = min(logits.shape[1], teacher.shape[1])
+        self.beyond, self.beta = logits[:, common:], beta
+        scratch = None if scratch is None else scratch[..., :common]
+        super().__init__(logits[:, :common], target, projection, scratch, vocab)
+        self.theirs = TorchRows(teacher[:, :common], target, teacher_projection).x.to(self.x.dtype)
+
+    def stats(self, want: Want, keep: bool) -> RowStats:
+        found = super().stats(want, keep=True)
+        if self.elsewhere is not None:
+            return found
+        return found._replace(divergences=self.compare(self.their_lse(), lambda of_all: of_all))
+
+    def their_lse(self) -> Tensor:
+        """[rows]: the log-sum-exp of the teacher's logits that lie here."""
+        return self.theirs.logsumexp(-1)
+
+    def compare(self, their_lse: Tensor, summed: Callable[[Tensor], Tensor]) -> Tensor:
+        """[rows]: the divergences, of which the slope is kept.
+
+        Args:
+            their_lse: [rows], of all the teacher's logits.
+            summed: makes sums over all columns of those over the columns that lie here.
+        """
+        assert self.shifted is not None
+        q, log_q = self.x.div_(self.total), self.shifted.sub_(self.log_total)
+        self.top, self.total, self.log_total = self.top + self.log_total, 1.0, 0.0
+        log_p = self.theirs.sub_(their_lse[:, None])
+        if self.beta == 0:
+            difference = torch.sub(log_p, log_q, out=self._scratch())
+            p = log_p.exp_()
+            divergences = difference.mul_(p).sum(-1)
+            p.neg_().add_(q)
+            return summed(divergences)
+        if self.beta == 1:
+            slope = log_p.neg_().add_(log_q)
+            divergences = summed(_expected(slope, q))
+            slope.sub_(divergences[:, None]).mul_(q)
+            return divergences
+        log_m = torch.logaddexp(log_q + math.log1p(-self.beta), log_p + math.log(self.beta), out=self._scratch())
+        of_teacher = (log_p - log_m).mul_(log_p.exp_()).sum(-1)
+        slope = torch.sub(log_q, log_m, out=log_p)
+        of_teacher, of_student = summed(torch.stack([of_teacher, _expected(slope, q)]))
+        slope.sub_(of_student[:, None]).mul_(q).mul_(1 - self.beta)
+        return self.beta * of_teacher + (1 - self.beta) * of_student
+
+    def slope(self, slopes: Slopes, entropies: Tensor) -> None:
+        super().slope(slopes, entropies)
+        if slopes.divergences is not None:
+            self.x.addcmul_(self.theirs, slopes.divergences[:, None])
+
+    def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
+        super().gradient(slopes, entropies)
+        self.beyond.zero_()
+
+
+def _expected(values: Tensor, q: Tensor) -> Tensor:
+    """[rows]: the sum of `values`, weighed by the student's probabilities."""
+    return torch.linalg.vecdot(values, q)

@@ -1,0 +1,233 @@
+"""The fused head beside a teacher against dense logits: the generalized Jensen-Shannon divergence and its gradients."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lowtide.ops.logits.linear_logprobs import ChunkedHead, Projection, Teacher, Term, Want, linear_loss
+from tests.support.memory.live_bytes import LivingBytes
+
+BETAS = [0.0, 0.1, 0.5, 1.0]
+PROJECTIONS = {
+    "plain": Projection(),
+    "temperature": Projection(temperature=0.7),
+    "all": Projection(scale=1.5, softcap=3.0, temperature=1.3),
+}
+WANT = Want(divergences=True)
+
+
+def divergence(stats):
+    return stats.divergences
+
+
+def logits_of(terms, index, bias, projection):
+    logits = sum(x[index] @ weight.T for x, weight in terms)
+    logits = (logits if bias is None else logits + bias) * projection.scale
+    if projection.softcap is not None:
+        logits = projection.softcap * torch.tanh(logits / projection.softcap)
+    return logits / projection.temperature
+
+
+def dense(student, teacher, beta):
+    """[scores] from logits, by the formula of the paper with the KL divergences of torch."""
+    common = min(student.shape[1], teacher.shape[1])
+    log_q, log_p = (torch.log_softmax(each[:, :common], -1) for each in (student, teacher))
+
+    def kl(of, to):
+        return F.kl_div(to, of, reduction="none", log_target=True).sum(-1)
+
+    if beta in (0, 1):
+        return kl(log_p, log_q) if beta == 0 else kl(log_q, log_p)
+    log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
+    return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
+
+
+class Problem:
+    """Tokens 1 and 4 of 9 are not scored, one is scored twice; student and teacher differ in hidden size."""
+
+    def __init__(self, dtype=torch.float64, vocab=37, theirs=37, projection=PROJECTIONS["plain"], rank=0):
+        torch.manual_seed(0)
+        leaf = lambda *shape: torch.randn(*shape, dtype=dtype).requires_grad_()  # noqa: E731
+        self.terms, self.bias, self.projection = [Term(leaf(9, 5), leaf(vocab, 5))], leaf(vocab), projection
+        if rank:
+            self.terms.append(Term(leaf(9, rank), leaf(vocab, rank)))
+        self.index = torch.tensor([0, 2, 2, 3, 5, 8, 7])
+        self.target = torch.randint(0, min(vocab, theirs), (7,))
+        self.states, self.weight, self.their_bias = leaf(7, 8), leaf(theirs, 8), leaf(theirs)
+
+    def teacher(self, beta):
+        return Teacher([Term(self.states, self.weight)], self.their_bias, self.projection, beta)
+
+    def run(self, beta, loss=divergence, **options):
+        settings = {"bias": self.bias, "projection": self.projection, "want": WANT, **options}
+        return linear_loss(self.terms, self.index, self.target, loss, teacher=self.teacher(beta), **settings)
+
+    def dense(self, beta):
+        student = logits_of(self.terms, self.index, self.bias, self.projection)
+        teacher = logits_of([(self.states, self.weight)], torch.arange(7), self.their_bias, self.projection)
+        return student, dense(student, teacher.detach(), beta)
+
+    @property
+    def leaves(self):
+        return [*(tensor for term in self.terms for tensor in term), self.bias]
+
+
+@pytest.mark.parametrize("chunk", [3, None])
+@pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS.keys())
+@pytest.mark.parametrize("beta", BETAS)
+def test_divergences_and_gradients_equal_dense(beta, projection, chunk):
+    problem = Problem(projection=projection, rank=2)
+    total, stats = problem.run(beta, factor=0.3, chunk=chunk)
+    student, expected = problem.dense(beta)
+    torch.testing.assert_close(stats.divergences, expected)
+    torch.testing.assert_close(total, 0.3 * expected.sum())
+    chosen = torch.log_softmax(student, -1).gather(-1, problem.target[:, None])[:, 0]
+    torch.testing.assert_close(stats.logprobs, chosen)
+    ours = torch.autograd.grad(2 * total, problem.leaves)
+    torch.testing.assert_close(ours, torch.autograd.grad(0.6 * expected.sum(), problem.leaves))
+
+
+@pytest.mark.parametrize("theirs", [30, 45])
+@pytest.mark.parametrize("beta", BETAS)
+def test_of_vocabularies_of_different_sizes_the_common_rows_count(beta, theirs):
+    problem = Problem(theirs=theirs)
+    total, stats = problem.run(beta)
+    _, expected = problem.dense(beta)
+    torch.testing.assert_close(stats.divergences, expected)
+    ours = torch.autograd.grad(total, problem.leaves)
+    torch.testing.assert_close(ours, torch.autograd.grad(expected.sum(), problem.leaves))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_beside_other_statistics(beta):
+    """A loss of divergence, likelihood, mean log-probability and entropy, each with its gradient."""
+    problem = Problem(projection=PROJECTIONS["all"])
+
+    def loss(stats):
+        return stats.divergences - 0.5 * stats.logprobs + 0.1 * stats.entropies - 0.2 * stats.mean_logprobs
+
+    total, stats = problem.run(beta, loss, want=Want(True, True, True, divergences=True))
+    student, expected = problem.dense(beta)
+    logprobs = torch.log_softmax(student, -1)
+    chosen = logprobs.gather(-1, problem.target[:, None])[:, 0]
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    torch.testing.assert_close(stats.entropies, entropies)
+    assert torch.equal(stats.top1, logprobs.argmax(-1) == problem.target)
+    reference = (expected - 0.5 * chosen + 0.1 * entropies - 0.2 * logprobs.mean(-1)).sum()
+    torch.testing.assert_close(total, reference)
+    ours = torch.autograd.grad(total, problem.leaves)
+    torch.testing.assert_close(ours, torch.autograd.grad(reference, problem.leaves))
+
+
+def test_a_teacher_gets_no_gradient():
+    problem = Problem()
+    problem.run(0.5)[0].backward()
+    assert problem.weight.grad is None
+    assert problem.states.grad is None
+    assert problem.terms[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_student_that_is_its_teacher_learns_nothing(beta):
+    problem = Problem(dtype=torch.float32)
+    x, weight = problem.terms[0]
+    same = Teacher([Term(x.detach()[problem.index], weight.detach())], problem.bias.detach(), beta=beta)
+    total, stats = linear_loss(
+        problem.terms, problem.index, problem.target, divergence, teacher=same, want=WANT, bias=problem.bias
+    )
+    total.backward()
+    assert stats.divergences.abs().max() < 1e-6
+    assert weight.grad.abs().max() < 1e-6
+
+
+def test_far_apart_distributions_stay_finite():
+    """Probabilities that float32 rounds to 0 have logarithms all the same."""
+    problem = Problem(dtype=torch.float32)
+    with torch.no_grad():
+        problem.terms[0].weight.mul_(300)
+        problem.weight.mul_(300)
+    for beta in BETAS:
+        total, stats = problem.run(beta)
+        _, expected = problem.dense(beta) if beta in (0, 1) else (None, None)
+        assert stats.divergences.isfinite().all()
+        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(total, problem.leaves))
+        if expected is not None:
+            torch.testing.assert_close(stats.divergences, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_accumulating_straight_into_grad():
+    grads = []
+    for accumulate in (False, True):
+        problem = Problem()
+        for _ in range(3):
+            problem.run(0.5, accumulate=accumulate)[0].backward()
+        grads.append([leaf.grad for leaf in problem.leaves])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_bfloat16_under_autocast_is_near_float32():
+    problem = Problem(dtype=torch.float32)
+    _, expected = problem.dense(0.5)
+    (wanted,) = torch.autograd.grad(expected.sum(), problem.terms[0].weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        total, _ = problem.run(0.5)
+    (grad,) = torch.autograd.grad(total, problem.terms[0].weight)
+    assert grad.dtype == torch.float32
+    assert (grad - wanted).norm() / wanted.norm() < 0.05
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(("own", "theirs"), [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_teacher_of_another_dtype(own, theirs, beta):
+    problem = Problem(dtype=own)
+    with torch.no_grad():
+        for each in (problem.states, problem.weight, problem.their_bias):
+            each.copy_(each.to(theirs))
+    _, expected = problem.dense(beta)
+    problem.states, problem.weight = problem.states.detach().to(theirs), problem.weight.detach().to(theirs)
+    problem.their_bias = problem.their_bias.detach().to(theirs)
+    _, stats = problem.run(beta)
+    assert stats.divergences.dtype == own
+    torch.testing.assert_close(stats.divergences, expected, rtol=0.05, atol=0.05)
+
+
+def test_nothing_to_score_keeps_the_graph():
+    problem = Problem()
+    none = torch.empty(0, dtype=torch.long)
+    teacher = Teacher([Term(problem.states[:0], problem.weight)])
+    total, _ = linear_loss(problem.terms, none, none, divergence, teacher=teacher, want=WANT)
+    total.backward()
+    assert total == 0
+    assert problem.terms[0].x.grad.abs().sum() == 0
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_memory_holds_a_chunk_of_each_models_logits(beta):
+    """Beside what the gradients take: 64 scores of 2,000 tokens at a time, of 1,024."""
+    torch.manual_seed(0)
+    scores, vocab, chunk = 1024, 2000, 64
+    student = Term(torch.randn(scores, 4).requires_grad_(), torch.randn(vocab, 4).requires_grad_())
+    teacher = Teacher([Term(torch.randn(scores, 8), torch.randn(vocab, 8))], beta=beta)
+    index, target = torch.arange(scores), torch.randint(0, vocab, (scores,))
+    seen = LivingBytes()
+    with seen, seen.during("head"):
+        before = seen.living()
+        linear_loss([student], index, target, divergence, teacher=teacher, want=WANT, chunk=chunk)
+    gradients = 4 * (student.x.numel() + student.weight.numel())
+    blocks = 8 << 20  # of 1 MiB each, for what is between
+    assert seen.peaks["head"] - before - gradients < 2 * 4 * chunk * vocab + blocks < 4 * scores * vocab * 2
+
+
+def test_nothing_waits_for_the_collector():
+    """A head and its chunks of logits are freed where they are let go, and not where cycles are looked for."""
+    gc.collect()
+    gc.disable()
+    try:
+        total, _ = Problem().run(0.5)
+        total.backward()
+        del total
+        assert not [each for each in gc.get_objects() if isinstance(each, ChunkedHead)]
+    finally:
+        gc.enable()

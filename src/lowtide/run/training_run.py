@@ -32,7 +32,7 @@ from lowtide.engine.positions import position_table
 from lowtide.engine.vision import encodes_images, freeze_tower
 from lowtide.engine.weights.complete_weights import base_of_adapters, new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
-from lowtide.engine.weights.loading import adapt
+from lowtide.engine.weights.loading import adapt, check_trained_whole
 from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.activations.chain_storage import place_maker
 from lowtide.memory.activations.spill_file import folder_on_a_disk
@@ -237,6 +237,7 @@ class TrainingRun:
 
     @out_of_memory_while("making the adapters")
     def _adapted(self, model: nn.Module, peft_config: Any) -> nn.Module:
+        check_trained_whole(peft_config, model)
         return adapt(
             model,
             peft_config,

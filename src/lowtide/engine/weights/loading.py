@@ -171,18 +171,17 @@ def adapt(
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
-    _check_trained_whole(peft_config, base)
     peft_config = _with_targets(peft_config, base)
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
-    return get_peft_model(base, peft_config)
+    return get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
 
 
 ASKED_BY_PEFT = {"classifier", "score"}
 """Modules that PEFT itself trains whole, of which a classifier has one."""
 
 
-def _check_trained_whole(peft_config: Any, model: nn.Module) -> None:
+def check_trained_whole(peft_config: Any, model: nn.Module) -> None:
     """Refuses modules that are to be trained whole and are not there, which PEFT passes over.
 
     Raises:

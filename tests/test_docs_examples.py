@@ -16,13 +16,12 @@ import yaml
 from accelerate.commands.config import load_config_from_file
 
 import lowtide
-from bench.docs.step_picture import PICTURE, RANKS, picture, segments_of
 from lowtide.cli.main import parse
 from lowtide.cli.options import read_options
 from lowtide.cli.training.launch import OF_LAUNCHER
 from lowtide.cli.training.run_file import read_run_file
 from lowtide.cli.training.train import options_of_command
-from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced, headings
+from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced, headings, run
 
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
 TRAINERS = (
@@ -66,15 +65,6 @@ def logged_names(page: str) -> set[str]:
     )
     firsts = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
     return {name for first in firsts for name in re.findall(r"`([^`]+)`", first)}
-
-
-def run(page: str) -> dict:
-    names: dict = {}
-    blocks = fenced(page, "python")
-    assert blocks, f"{page} has no example"
-    for block in blocks:
-        exec(compile(block, page, "exec"), names)
-    return names
 
 
 @pytest.fixture(autouse=True)
@@ -176,14 +166,8 @@ def test_the_examples_of_writing_and_rewarding(page):
 
 
 def test_what_the_example_of_a_step_prints_is_on_its_page(capsys):
-    names = run("a-step.md")
+    run("a-step.md")
     assert capsys.readouterr().out == "".join(fenced("a-step.md", "text"))
-    rows = [part.length for part in names["batch"].segments]
-    assert rows == [each.length for each in segments_of(RANKS[0])], "the picture is of another example"
-
-
-def test_the_picture_of_a_step_is_that_of_its_plan():
-    assert PICTURE.read_text(encoding="utf-8") == picture(), "make docs draws it anew"
 
 
 def test_the_plan_of_its_page():

@@ -34,5 +34,6 @@ def test_benchmarks_import_no_tests():
 
 def test_only_the_tests_of_benchmarks_import_benchmarks():
     found = [(file, name) for file, name in imports("tests") if name.split(".")[0] == "bench"]
-    assert not [file for file, _ in found if not file.startswith("tests/bench/")]
+    recorder = "tests/support/recording.py"  # a run of tests that is recorded is among the results
+    assert not [file for file, _ in found if not file.startswith("tests/bench/") and file != recorder]
     assert found, "no import was read"

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel, PrinterCallback
 import lowtide
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model
-from lowtide.engine.heads import language_model, replaced_tokens
+from lowtide.engine.heads import language_model, next_token, replaced_tokens
 from lowtide.memory import table
 from lowtide.memory.activations.checkpointing import POLICIES
 from lowtide.memory.activations.offloading import ActivationOffload
@@ -451,7 +451,9 @@ def dense_divergences(terms: Any, index: Tensor, *, teacher: Any, projection: An
     return sum(share * (each.exp() * (each - log_m)).sum(-1) for share, each in parts)  # type: ignore[return-value]
 
 
-def dense_read(terms: Any, index: Tensor, read: Any, *, projection: Any, bias: Tensor | None = None) -> Tensor:
+def dense_read(
+    terms: Any, index: Tensor, read: Any, *, projection: Any, bias: Tensor | None = None, **_: Any
+) -> Tensor:
     """`read_logits` of all the logits."""
     return read(dense_distribution(terms, index, projection, bias), slice(None))
 
@@ -460,7 +462,7 @@ def dense_read(terms: Any, index: Tensor, read: Any, *, projection: Any, bias: T
 def dense_head() -> Iterator[None]:
     with (
         mock.patch.multiple(language_model, linear_logprobs=dense_logprobs, linear_loss=dense_loss),
-        mock.patch.object(replaced_tokens, "read_logits", dense_read),
+        mock.patch.object(next_token, "read_logits", dense_read),
     ):
         yield
 

@@ -24,6 +24,16 @@ def fenced(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
+def run(page: str) -> dict:
+    """The names that the examples of a page leave behind, one run after the other."""
+    names: dict = {}
+    blocks = fenced(page, "python")
+    assert blocks, f"{page} has no example"
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
 def headings(page: Path) -> set[str]:
     """A page's headings as links have them."""
     found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -7,6 +7,7 @@ import torch
 
 from tests.support.marks import slow_but
 from tests.support.matrix.matrix import make, watched
+from tests.support.matrix.matrix_models import build
 
 WAYS = {
     "float32": {},
@@ -51,3 +52,13 @@ def test_the_forward_of_a_model_stays_its_own():
     run = watched(trainer)
     assert run.dtypes == {torch.bfloat16}
     assert model.forward == forward
+
+
+@pytest.mark.parametrize("optim", ["adamw_stochastic", "adamw_flash"])
+def test_the_reference_of_a_bfloat16_model_is_a_copy(optim: str):
+    trainer = make("DPO", model=build("DPO", 64).to(torch.bfloat16), optim=optim, learning_rate=0.1, max_steps=1)
+    policy, reference = trainer.model, trainer.reference.model
+    before = [p.detach().clone() for p in reference.parameters()]
+    trainer.train()
+    assert any(not torch.equal(p, each) for p, each in zip(policy.parameters(), before, strict=True))
+    assert all(torch.equal(p, each) for p, each in zip(reference.parameters(), before, strict=True))

@@ -289,8 +289,11 @@ def trained_beyond_adapters(model: nn.Module) -> str | None:
 
 
 def _copied(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of a model, whose weights are in a dtype of their own from the start, each cast by itself."""
-    cast = {} if dtype is None else {id(p): p.data.to(dtype) for p in model.parameters()}
+    """A copy of a model, whose weights are in a dtype of their own from the start, each cast by itself.
+
+    None is shared with the model, which is trained, in whatever dtype it was.
+    """
+    cast = {} if dtype is None else {id(p): p.data.to(dtype, copy=True) for p in model.parameters()}
     return copy.deepcopy(model, {key: nn.Parameter(each, requires_grad=False) for key, each in cast.items()})
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.ops.mapped import can_let_go, lying_in_files
@@ -35,6 +36,23 @@ def test_masters_in_a_file_are_let_go_as_they_are_split(tmp_path):
     for name, p in model.items():
         assert p.dtype == torch.bfloat16
         torch.testing.assert_close(optimizer.master(p), sizes[name], rtol=2**-16, atol=0)
+
+
+def test_masters_in_memory_go_as_they_are_split(monkeypatch):
+    """None of the float32 weights is held once it is split."""
+    model = nn.ParameterDict({f"weight{n}": nn.Parameter(torch.randn(8, 8)) for n in range(4)})
+    masters = [StorageWeakRef(p.data.untyped_storage()) for p in model.values()]
+    compress, gone = CompressedAdamW.compress_, []
+
+    def counted(self: CompressedAdamW, parameters: list[nn.Parameter]) -> None:
+        compress(self, parameters)
+        gone.append(sum(each.expired() for each in masters))
+
+    monkeypatch.setattr(CompressedAdamW, "compress_", counted)
+    optimizer = CompressedAdamW(model.parameters(), remainder="8bit", moment_bits=8)
+    args: Any = SimpleNamespace(device=torch.device("cpu"), optimizer_states_on_host=False, trained_weights="resident")
+    settle_optimizer(optimizer, args, model)
+    assert gone == [1, 2, 3, 4]
 
 
 def resident_file_bytes() -> int:

@@ -266,14 +266,19 @@ def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any, model: nn.Modu
         optimizer.host_states = FileStates(optimizer, file)  # type: ignore[attr-defined]
     if isinstance(optimizer, CompressedAdamW):
         if host is None and kind_of(args.device) == "cpu" and can_let_go() and not streams_trained(args):
-            masters = [p.data for group in optimizer.param_groups for p in group["params"]]
-            for master in lying_in_files(each for each in masters if not isinstance(each, FakeTensor)):
-                declare(master)  # whose pages go once it is split, weight by weight
+            _declare_mapped(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.compress_([parameter])
                 if host is not None:
                     host.take_home(parameter)
+
+
+def _declare_mapped(optimizer: torch.optim.Optimizer) -> None:
+    """Has the pages of float32 weights that lie in files go once each is split. None of them is held from here on."""
+    weights = (p.data for group in optimizer.param_groups for p in group["params"])
+    for weight in lying_in_files(each for each in weights if not isinstance(each, FakeTensor)):
+        declare(weight)
 
 
 def _host_states(optimizer: torch.optim.Optimizer, args: Any, model: nn.Module) -> HostStates | None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from lowtide.terminal import Console
-from lowtide.trainers.online.completions_log import columns_of, table
+from lowtide.trainers.online.completions_log import columns_of, plain, table
 from tests.support.runs.online_runs import online
 
 TEXTS = (
@@ -73,3 +74,14 @@ def test_texts_are_printed_as_they_are():
     Console(file=file, width=200).print(table([{"prompt": ":smile: [red]x[/red]", "completion": "\\[x]"}], 1))
     assert ":smile: [red]x[/red]" in file.getvalue()
     assert "\\[x]" in file.getvalue()
+
+
+def test_values_that_rewards_log_are_plain_before_ranks_exchange_them():
+    """Tensors would be on their rank's device, and other values may not be read elsewhere."""
+
+    class Own:
+        def __str__(self) -> str:
+            return "own"
+
+    values = [torch.tensor([1, 2]), torch.tensor(0.5), Own(), {"a": (1, Own())}, "text", None, True]
+    assert [plain(each) for each in values] == [[1, 2], 0.5, "own", {"a": [1, "own"]}, "text", None, True]

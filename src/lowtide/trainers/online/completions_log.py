@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from huggingface_hub import HfApi
 from rich.table import Table
 from rich.text import Text
@@ -79,8 +80,19 @@ class CompletionsLog:
 def _readable(made: Made) -> tuple[list[dict[str, str]], dict[str, list]]:
     """The prompts and completions of this rank, and its further columns."""
     said = zip(made.prompts, made.completions, strict=True)
-    columns = {readable(name): [readable(value) for value in made.column(name)] for name in made.extra}
+    columns = {readable(name): [plain(value) for value in made.column(name)] for name in made.extra}
     return [readable({"prompt": as_text(p), "completion": as_text(c)}) for p, c in said], columns
+
+
+def plain(value: Any) -> Any:
+    """A value as another process and a table can hold it: numbers of a tensor, and as text what is of no plain type."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {readable(str(key)): plain(each) for key, each in value.items()}
+    return readable(value if isinstance(value, (str, bool, int, float, type(None))) else str(value))
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> pa.Table:

@@ -279,7 +279,7 @@ def _str(value: Any) -> str:
 
 
 LARGEST = (1 << 63) - 1
-"""Of the whole numbers that are counted with."""
+"""The largest whole number that an option takes."""
 PAIRS = re.compile(r"\w+=[^,={}]*(,\w+=[^,={}]*)*")
 """A mapping on the command line, in the form of transformers' `run_clm.py`."""
 CONVERTERS: dict[type, Callable[[Any], Any]] = {

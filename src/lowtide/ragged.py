@@ -90,7 +90,7 @@ class RaggedBatch:
 
     Segments of one row stand together, rows in ascending order from 0, scores in the order of their segments. A
     prefix stands before the segments that share it, and has no prefix of its own. It belongs to their row; only
-    `share_prefixes` lets rows have one in common.
+    `arranged` lets rows have one in common, which `stands_for` says.
 
     Raises:
         ValueError: at construction, if the fields contradict each other; the message names the field and place.
@@ -564,7 +564,7 @@ class _Arrangement:
     def of_each(
         self, of: Callable[[Tensor], Sequence[Tensor]], values: Mapping[str, Tensor]
     ) -> list[dict[str, Tensor]]:
-        """The same of several, by name."""
+        """What a method gives for each of several values: for each group, by name."""
         found = {name: of(value) for name, value in values.items()}
         return [{name: each[number] for name, each in found.items()} for number in range(len(self.groups))]
 

@@ -168,7 +168,7 @@ def computing(model: nn.Module) -> AbstractContextManager:
 
 
 def sequence_of(model: nn.Module) -> SequenceParallel | None:
-    """The ranks that the tokens of a batch are split over, where `over_ranks.splitting.split_over` says so."""
+    """The ranks that the tokens of a batch are split over, where `engine.over_ranks.splitting.split_over` says so."""
     return vars(causal_model(model)).get(SPLIT_OVER)
 
 
@@ -201,8 +201,9 @@ def score(
 ) -> ScoreOutput:
     """Runs the model on a batch, on the device where both are.
 
-    Ranks that split the tokens (`over_ranks.splitting.split_over`) or the layers (`weights.sharded.stages`) call it
-    together, with the same batch. With gradients, a stage of a pipeline is run by itself (`Stage.enter`).
+    Ranks that split the tokens (`engine.over_ranks.splitting.split_over`) or the layers
+    (`engine.weights.sharded.stages`) call it together, with the same batch. With gradients, a stage of a pipeline is
+    run by itself (`Stage.enter`).
 
     Args:
         model: prepared by `install`, wrapped or not.
@@ -286,7 +287,7 @@ def read_next(
 ) -> Float[Tensor, "numbers rows"]:
     """What a function reads off the logits of the tokens that follow: one forward of generation.
 
-    Ranks that have layers of their own (`weights.sharded.stages`) call it together, with the same tokens.
+    Ranks that have layers of their own (`engine.weights.sharded.stages`) call it together, with the same tokens.
 
     Args:
         model: prepared by `install`, wrapped or not.

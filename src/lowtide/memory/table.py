@@ -35,7 +35,7 @@ SEVERAL = "steps of several micro-batches keep their gradients to the end, as th
 LAYERS = ("use_liger_kernel", "torch_compile", "mlp_tile_tokens")
 EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
 ANOTHER = "another optimizer"
-"""How what those change begins that are no AdamW."""
+"""The first words of `changes` of an optimizer other than AdamW."""
 OPTIMIZER = Choosing("optimizer")
 """Of optimizers that take AdamW's place with its hyperparameters."""
 STREAMED = 1.1

@@ -35,7 +35,7 @@ class Choosing:
     """How a plan chooses a technique."""
 
     axis: str
-    """What it is one choice of, of several that exclude each other."""
+    """The axis of the search; a plan takes one technique of an axis."""
     slower: float = 1.0
     """Seconds of a step with it as a multiple, where nothing tells them better. A forward is 1/3, a backward 2/3."""
     whole: bool = False

@@ -168,7 +168,7 @@ def _mapped_ranges() -> list[tuple[int, int]]:
 
 
 LEAST_BYTES = 1 << 20
-"""Of a tensor whose pages are worth a look at what is mapped."""
+"""Tensors of fewer bytes are left alone by `FilePages`."""
 
 
 class FilePages:

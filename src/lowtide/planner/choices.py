@@ -15,7 +15,7 @@ from typing import Any
 from lowtide.compat.torch import cpu_has_bf16
 from lowtide.memory.activations.chain_storage import HOST
 from lowtide.memory.options import TWO_PASS
-from lowtide.memory.table import ANOTHER, OPTIMIZER, TECHNIQUES
+from lowtide.memory.table import ANOTHER, TECHNIQUES
 from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.search import Axis, Choice, Sizes
@@ -152,7 +152,8 @@ def _activations(sizes: Sizes) -> list[tuple[Choice, Mapping[str, Any]]]:
 
 def _optimizers() -> list[tuple[Choice, Mapping[str, Any]]]:
     """Those that are no AdamW come last."""
-    on_axis = [each for each in TECHNIQUES.values() if each.chosen == OPTIMIZER and all(map(find_spec, each.needs))]
+    on_axis = [each for each in TECHNIQUES.values() if each.chosen and each.chosen.axis == "optimizer"]
+    on_axis = [each for each in on_axis if all(map(find_spec, each.needs))]
     on_axis.sort(key=lambda each: str(each.changes).startswith(ANOTHER))
     return [(Choice("AdamW"), {}), *((_technique(each.name), each.options) for each in on_axis)]
 

@@ -105,7 +105,7 @@ class Candidate(NamedTuple):
     """Settings, and what is predicted of them."""
 
     search: Search
-    """That it is of."""
+    """The search that found it."""
     combination: Combination
     tokens: int | None
     """Of a micro-batch; None for the most that it may have."""
@@ -121,7 +121,7 @@ class Candidate(NamedTuple):
 
     @property
     def choices(self) -> list[Choice]:
-        """Those that it is made of."""
+        """The choice of each axis."""
         return self.search.choices(self.combination)
 
     @property

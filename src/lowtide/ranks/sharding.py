@@ -3,7 +3,7 @@ transformers' `fsdp` and its config.
 
 The options are the ones that change memory or traffic, with the defaults of DeepSpeed 0.19 (`runtime/zero/config.py`),
 of `torch.distributed.fsdp.fully_shard`, and of transformers, which fills in what a DeepSpeed config leaves to `"auto"`.
-What they cost is in `planner.sharded`. lowtide's trainers run all of them, but for some combinations that are
+What they cost is in `planner.sharding.sharded`. lowtide's trainers run all of them, but for some combinations that are
 predicted for those who choose machines, and `Sharding.runs` says so.
 """
 

@@ -22,7 +22,7 @@ class Piece:
     """What one forward sees."""
 
     batch: RaggedBatch
-    """Of a micro-batch in one piece, with each prompt that several rows repeat once: its rows can't be told apart."""
+    """Where `cut` shares them, with each prompt that several rows repeat once: its rows can't be told apart."""
     scores: Int[Tensor, " scores"] | None = None
     """Their places among those of the micro-batch; None of one that has all of them, in order."""
     after: int = -1
@@ -34,7 +34,7 @@ class Part:
     """A micro-batch: one piece, or those of a long row."""
 
     batch: RaggedBatch
-    """As a whole; where there are several pieces, no forward ever sees it."""
+    """As its loss reads it; forwards see the pieces."""
     pieces: tuple[Piece, ...]
 
     @classmethod

@@ -171,7 +171,8 @@ def losses_of(objective: Objective, *given: Any) -> list[Loss]:
         given: what a `Loss` takes beside the objective, the models before it.
     """
     models, *rest = given
-    return [KINDS[type(term)](models, term, *rest) for term in objective.terms]
+    kinds = [next(kind for each, kind in KINDS.items() if isinstance(term, each)) for term in objective.terms]
+    return [kind(models, term, *rest) for kind, term in zip(kinds, objective.terms, strict=True)]
 
 
 def join_rows(rows: Sequence[Any]) -> Any:

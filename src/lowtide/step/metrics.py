@@ -18,7 +18,7 @@ from lowtide.ranks.world import objects_of_all_ranks
 
 @dataclass
 class Totals:
-    """What has been added up since the last reading; on the device until somebody reads it."""
+    """What has been added up since the last reading: sums on the device, and counts where they are known."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     means: dict[str, Mean] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from lowtide.methods.method import Objective
+from lowtide.methods.method import Objective, OwnLoss
 from lowtide.objectives.outcome import Counts
 from lowtide.ops.float64 import float64_device
 from lowtide.ragged import RaggedBatch
@@ -184,7 +184,7 @@ class Step:
     def _cut(self) -> list[Part]:
         """The micro-batches of the plan, and an empty one after them where it has acts of that."""
         plan, batch, device = self.plan, self.batch, self.models.device
-        own = self.objective.inner is not self.objective  # its caller tells rows apart
+        own = isinstance(self.objective, OwnLoss)  # its caller tells rows apart
         parts = cut(batch, plan.micro_batches, device, share=not own)
         if plan.idles or self.models.stages > 1:  # a schedule has as many as there are stages
             parts.append(idle_part(batch, plan.limits.tokens, device))

@@ -1,4 +1,4 @@
-"""The one trainer: `transformers.Trainer` with lowtide's step in it. The trainers of the methods are thin ends of this.
+"""The one trainer: `transformers.Trainer` with lowtide's step in it, which those of the methods subclass.
 
 From the Trainer come callbacks, logging, schedulers, checkpoints and the hub. Replaced are the step (the whole batch
 of an optimizer step at once, accumulation folded in), evaluation (no logits, flat memory), and saving (a checkpoint
@@ -105,7 +105,9 @@ class LowtideTrainer(Trainer):
         self.checkpoint_writer, self.resuming, self.stopping = WholeCheckpoints(self), Resuming(self), Stopping(self)
         with engines_hidden(self.args):
             super().__init__(callbacks=callbacks, **kwargs)
-        self.neftune_noise_alpha = None  # the Trainer's hook would scale by the whole batch; `layers.noise` does not
+        self.neftune_noise_alpha = (
+            None  # the Trainer's hook would scale by the whole batch; `engine.layers.noise` does not
+        )
         self.optimizer_maker.check(super().create_optimizer)
         runner.updater.accelerator, runner.optimizer_name = self.accelerator, self.optimizer_maker.name
         self.run_log = RunLog(self)

@@ -235,12 +235,12 @@ class MethodTrainer(LowtideTrainer):
         return self.method.head
 
     @property
-    def pad_id(self) -> int | None:  # type: ignore[override]
+    def pad_id(self) -> int | None:
         """The token that a value is not read at."""
         return self.training_run.pad_id
 
     @property
-    def plain_completions(self) -> int | None:  # type: ignore[override]
+    def plain_completions(self) -> int | None:
         """Completions in the rows of padded inputs, 0 for texts; None where a loss cannot be one's own."""
         return self.method.rows.completions if self.method.own_loss else None
 

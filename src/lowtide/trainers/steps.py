@@ -23,7 +23,7 @@ class Steps:
 
     Attributes:
         seconds: in steps so far.
-        tokens: that this rank computed alone.
+        tokens: how many this rank computed alone so far.
     """
 
     def __init__(self, trainer: Any) -> None:

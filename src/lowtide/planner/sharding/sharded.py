@@ -1,10 +1,10 @@
 """What one rank holds when a run is spread over devices: formulas over what the unsharded trace found.
 
 The trace knows the activations, which sharding by data leaves alone, and every parameter. Where states are split, and
-which copies of weights and gradients come and go meanwhile, is known of each scheme: ZeRO's of DeepSpeed
-(`planner.zero`), `fully_shard` of torch (`planner.fully_shard`), the tensor parallelism of transformers
-(`planner.tensor_parallel`), and lowtide's own equal copies. All schemes are told as `PeakMoment`s: the points of a step
-at which most is held, each with the layers whose activations are still there.
+which copies of weights and gradients come and go meanwhile, is known of each scheme: ZeRO's of DeepSpeed (`zero`),
+`fully_shard` of torch (`fully_shard`), the tensor parallelism of transformers (`tensor_parallel`), all beside this
+file, and lowtide's own equal copies. All schemes are told as `PeakMoment`s: the points of a step at which most is held,
+each with the layers whose activations are still there.
 """
 
 from __future__ import annotations

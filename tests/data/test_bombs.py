@@ -153,6 +153,43 @@ def test_what_takes_too_long_is_ended():
         wait()
 
 
+TRACED = """
+import sys
+from lowtide.compat.templates.jinja import ends_within
+
+def ended(seconds, rounds):
+    try:
+        with ends_within(seconds):
+            for _ in range(rounds):
+                pass
+    except ValueError:
+        pass
+
+ended(60, 1)
+ended(0.1, 10**12)
+sys.settrace(lambda *given: None)
+ended(60, 1)
+"""
+
+
+def test_what_is_traced_runs_after_a_template():
+    """In Python 3.11 a traced call never begins where an exception that never came is awaited in a thread."""
+    subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=100)
+
+
+def test_nothing_is_raised_once_the_watch_is_over():
+    ended = 0
+    for number in range(40):
+        try:
+            with ends_within(0.004):
+                time.sleep(0.0005 * number)
+        except ValueError:
+            ended += 1
+    for _ in range(20):
+        time.sleep(0.001)
+    assert 0 < ended < 40
+
+
 LAUGHING = "{% set ns = namespace(x=['ha']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
 HOSTILE_TEMPLATES = {
     "{% for i in range(10**9) %}x{% endfor %}": "can't render",

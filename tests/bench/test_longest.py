@@ -54,7 +54,7 @@ def test_a_row_is_a_config_that_can_be_made(name: str, tmp_path):
 @pytest.mark.slow
 def test_a_run_trains(monkeypatch):
     small = LLAMA_8B | {"vocab_size": 32_000, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    monkeypatch.setattr("bench.longest.LLAMA_8B", small | {"num_key_value_heads": 1})
+    monkeypatch.setattr("bench.longest.cases.LLAMA_8B", small | {"num_key_value_heads": 1})
     case = LongCase({"activation_offloading": True, "mlp_tile_tokens": 8})
     assert len(longest_child.measured(case, length=32, layers=1, steps=3, device="cpu")) == 2
 

@@ -122,7 +122,7 @@ def test_what_the_script_defines_is_not_known_there(tmp_path):
 def test_a_budget_of_a_trainer_is_planned_there(tmp_path, monkeypatch):
     from lowtide.demo.model import make_model
 
-    monkeypatch.setattr(FakeRun, "__init__", lambda *_: pytest.fail("traced in this process"))
+    monkeypatch.setattr(FakeRun, "traced", lambda *_, **__: pytest.fail("traced in this process"))
     tokenizer = lowtide_tokenizer()
     args = config(tmp_path, memory_budget="64GiB", max_steps=1, save_strategy="no", disable_tqdm=True)
     trainer = lowtide.SFTTrainer(make_model(tokenizer, seed=0), args, train_dataset=ROWS, processing_class=tokenizer)

@@ -70,8 +70,8 @@ def test_a_budget_below_the_weights_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_budget_below_the_process_says_what_is_most_and_refuses_nothing(tmp_path):
-    with pytest.warns(UserWarning, match=r"nothing fits.* --lossy .* The run goes on with"):
+def test_a_budget_below_the_process_says_what_is_most_and_one_below_the_weights_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"budget of 97.7 KiB is below the weights.* --lossy "):
         trainer(config(tmp_path, memory_budget="100KB"))
     with pytest.warns(UserWarning, match=r"nothing fits .* smallest peak .* The run goes on with"):
         made = trainer(config(tmp_path, memory_budget=str(process_bytes()), **CHECKPOINTED))

@@ -201,8 +201,8 @@ def score(
 ) -> ScoreOutput:
     """Runs the model on a batch, on the device where both are.
 
-    Ranks that split the tokens or the layers (`engine.over_ranks`) call it together, with the same batch. With gradients,
-    a stage of a pipeline is run by itself (`Stage.enter`).
+    Ranks that split the tokens or the layers (`engine.over_ranks`) call it together, with one batch. With gradients, a
+    stage of a pipeline is run by itself (`Stage.enter`).
 
     Args:
         model: prepared by `install`, wrapped or not.

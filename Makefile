@@ -25,8 +25,8 @@ recorded = $(if $(RECORD),LOWTIDE_RECORD=$1 )$(2)
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
-	@echo "make test         the tests to run while working, on a CPU (some 5 minutes, on two cores)"
-	@echo "make test-all     these, and those marked slow (some 30 minutes, on two cores)"
+	@echo "make test         the tests to run while working, on a CPU (some 7 minutes, on two cores)"
+	@echo "make test-all     these, and those marked slow (some 40 minutes, on two cores)"
 	@echo "make test-sweeps  every case of the long lists of which the slow tests have some: techniques in trainers, and pairs of them"
 	@echo "make test-gpu     the tests that need a CUDA GPU (a minute and a half with 16 cores)"
 	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences, pipelines (15 minutes at most)"

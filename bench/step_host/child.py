@@ -58,8 +58,7 @@ def seconds(kind: str, rows: int) -> float:
     from lowtide.engine.forward import install
     from lowtide.engine.reference import FrozenModel
     from lowtide.methods import METHODS
-    from lowtide.step.runner import StepOptions, StepRunner
-    from lowtide.step.updaters.updater import Updater
+    from lowtide.step.runner import StepOptions, StepRunner, Updater  # whose own module is not the same in every commit
 
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model, other = (

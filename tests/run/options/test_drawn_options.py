@@ -24,6 +24,7 @@ NOT_TRAINED = {
     "use_cpu": "chooses another device",
     "desirable_weight": "a weight of 2^64 overflows gradients, and the message is of these",
     "undesirable_weight": "likewise",
+    "beta": "likewise, at 1e30",
     "dataloader_num_workers": "starts processes",
     "output_dir": "writes there",
     "memory_report": "writes there",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from docs_site.moved import MOVED
 from tests.support.pages.browser import CHROMIUM, browser
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +32,18 @@ def pages(tmp_path_factory) -> list[Path]:
     return [page for page in sorted(folder.rglob("*.html")) if page.name != ELSEWHERE]
 
 
+@pytest.fixture(scope="module")
+def moved(pages) -> list[Path]:
+    """The old addresses, whose pages lead on."""
+    return [page for page in pages if page.stem in MOVED]
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1600])
-def test_every_page_is_readable_and_asks_for_nothing(pages, width, dark):
+def test_every_page_is_readable_and_asks_for_nothing(pages, moved, width, dark):
     wrong: dict[str, object] = {}
     with browser() as tab:
-        for page in pages:
+        for page in [each for each in pages if each not in moved]:
             tab.open(page.as_uri(), width=width, dark=dark)
             found = {name: said for name, said in tab.audit().items() if said}
             found |= {"errors": list(tab.errors)} if tab.errors else {}
@@ -45,3 +52,10 @@ def test_every_page_is_readable_and_asks_for_nothing(pages, width, dark):
                 wrong[page.name] = found | {"fetched": fetched}
     assert len(pages) > 50
     assert wrong == {}
+
+
+def test_an_old_address_leads_on(moved):
+    assert [page.stem for page in moved] == sorted(MOVED)
+    with browser() as tab:
+        arrived = {page.stem: tab.follow(page.as_uri()).rsplit("/", 1)[-1] for page in moved}
+    assert arrived == MOVED

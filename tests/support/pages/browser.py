@@ -64,6 +64,13 @@ class Page:
         self._pipe.wait_for("Page.loadEventFired")
         self.run("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
 
+    def follow(self, url: str) -> str:
+        """Opens a page that leads on at once, and gives the address at which that ends."""
+        self._pipe.events.clear()
+        self._ask("Page.navigate", url=url)
+        self._pipe.wait_for("Page.loadEventFired", times=2)
+        return self.run("location.href")
+
     def run(self, script: str) -> Any:
         """The value of a script, or what its promise gives.
 
@@ -135,10 +142,10 @@ class _Pipe:
                 return answer["result"]
             self._keep(answer)
 
-    def wait_for(self, method: str) -> None:
-        """Returns when there was such an event."""
+    def wait_for(self, method: str, times: int = 1) -> None:
+        """Returns when there were that many such events."""
         end = time.monotonic() + SECONDS
-        while not any(each["method"] == method for each in self.events):
+        while sum(each["method"] == method for each in self.events) < times:
             self._keep(self._next(end))
 
     def _keep(self, message: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset, IterableDataset
 from transformers import PretrainedConfig
 
+from lowtide.data.batches.heaviest import check_positions, heaviest_rows, longest_row
 from lowtide.memory.optimizers.states import optimizer_name, predict_states
 from lowtide.methods.method import Method
 from lowtide.planner.cluster import Cluster
@@ -24,7 +25,6 @@ from lowtide.planner.tracing.teachers import DescribedTeacher
 from lowtide.run.optimizers import LORA_FA, streams_trained
 from lowtide.run.options.configs import config_class
 from lowtide.run.training_run import TrainingRun
-from lowtide.step.heaviest import check_positions, heaviest_rows, longest_row
 
 RUN_OPTIONS = ("dtype", "use_peft")
 """Settings of a plan that are of the model, and not of the method's config."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.peft import train_beside_adapters
 from lowtide.compat.torch import FakeTensor
+from lowtide.data.batches.heaviest import check_positions, row_lengths
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.adapters import add_adapter_of, check_second_adapter
@@ -68,7 +69,6 @@ from lowtide.run.references import ReferenceMaker
 from lowtide.run.streamed_weights import check_before_loading, declare_base, stream_frozen, stream_trained, wants_stream
 from lowtide.run.teachers import TeacherMaker
 from lowtide.score_rules import LastToken, ScoreRule
-from lowtide.step.heaviest import check_positions, row_lengths
 from lowtide.step.models import why_not_pieces
 from lowtide.step.runner import StepRunner
 from lowtide.step.updaters.deepspeed import DeepSpeedUpdater

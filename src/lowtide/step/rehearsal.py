@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowtide.data.batches.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.allocators.out_of_memory import free_caches, is_out_of_memory
 from lowtide.memory.optimizers.states import states_of, wants_room
 from lowtide.ragged import RaggedBatch
-from lowtide.step.heaviest import heaviest_rows, rows_in_a_step
 from lowtide.step.rank_sync import OutOfMemory, RankSync
 from lowtide.step.recovery import StepSnapshot
 from lowtide.step.runner import StepRunner

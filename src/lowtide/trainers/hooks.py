@@ -26,6 +26,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
 from lowtide.data.batches.collate import ragged_from_collated
+from lowtide.data.batches.heaviest import row_lengths
 from lowtide.engine.forward import same_rows_of
 from lowtide.engine.heads.head import Head
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
@@ -38,7 +39,6 @@ from lowtide.run.optimizers import NAMES, own_optimizer
 from lowtide.run.options.sharding import engines_hidden
 from lowtide.run.options.training import TrainingConfig
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
-from lowtide.step.heaviest import row_lengths
 from lowtide.step.phases import Phases
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.runner import StepRunner

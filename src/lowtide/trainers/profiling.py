@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from lowtide.data.batches.heaviest import heaviest_rows
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.planner.profiling.cuda_history import CudaHistory
 from lowtide.planner.profiling.live_storages import LiveStorages
 from lowtide.planner.profiling.recording import Recording
 from lowtide.planner.tracing.trace import REWARD
-from lowtide.step.heaviest import heaviest_rows
 from lowtide.step.phases import BETWEEN
 from lowtide.trainers.method import MethodTrainer
 

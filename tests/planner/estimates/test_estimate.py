@@ -18,6 +18,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, Qwen2Config
 
 import lowtide
+from lowtide.data.batches.heaviest import heaviest_batch, row_lengths
 from lowtide.demo.model import make_tokenizer
 from lowtide.methods import METHODS
 from lowtide.planner.allocators.replay import peaks, run_of
@@ -29,7 +30,6 @@ from lowtide.planner.tracing.trace import Event
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
 from lowtide.planning import estimate, estimate_method, plan
 from lowtide.run.options.configs import method_of
-from lowtide.step.heaviest import heaviest_batch, row_lengths
 from lowtide.trainers.public import trainer_class
 
 SIZES: dict[str, Any] = {

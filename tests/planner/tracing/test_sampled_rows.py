@@ -9,11 +9,11 @@ from datasets import Dataset
 from transformers import LlamaConfig
 
 import lowtide
+from lowtide.data.batches.heaviest import heaviest_rows, row_lengths
 from lowtide.demo.model import make_tokenizer
 from lowtide.planner.devices import device_named
 from lowtide.planner.tracing.fake_run import SAMPLE, FakeRun
 from lowtide.run.options.configs import method_of
-from lowtide.step.heaviest import heaviest_rows, row_lengths
 
 ROWS = 3 * SAMPLE
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from datasets import Dataset
 
+from lowtide.data.batches.heaviest import heaviest_rows, row_lengths
 from lowtide.memory.allocators.settings import steady_malloc
 from lowtide.planner.profiling.live_storages import LiveStorages
-from lowtide.step.heaviest import heaviest_rows, row_lengths
 from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.rehearsal import rehearse
 from tests.support.marks import slow_but

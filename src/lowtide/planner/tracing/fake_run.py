@@ -22,6 +22,7 @@ from transformers import PretrainedConfig
 from lowtide.compat.peft import without_bitsandbytes
 from lowtide.compat.torch import FakeTensorMode, without_modes
 from lowtide.compat.transformers import place_on
+from lowtide.data.batches.heaviest import heaviest_batch, rows_in_a_step
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import prompt_images, prompts_of
@@ -57,7 +58,6 @@ from lowtide.ragged import RaggedBatch
 from lowtide.run.optimizers import make_optimizer, streams_trained
 from lowtide.run.training_run import Inputs, TrainingRun, adapters_of, head_with_adapter
 from lowtide.spelling import check_arguments_known
-from lowtide.step.heaviest import heaviest_batch, rows_in_a_step
 from lowtide.step.metrics import Totals
 from lowtide.step.runner import StepRunner
 from lowtide.step_plan import Limits, cut_rows

@@ -19,7 +19,7 @@ from lowtide.engine.heads.head import ScoreOutput
 from lowtide.ragged import RaggedBatch
 from lowtide.step.chains import Chain
 from lowtide.step.cut import Part
-from lowtide.step.losses import Loss, RowLoss, Slopes
+from lowtide.step.losses import Loss, Slopes
 from lowtide.step.metrics import Totals
 from lowtide.step.rank_sync import RankSync, random_state, set_random_state
 from lowtide.step_plan import IDLE, Act, Join, Score, StepPlan, Train
@@ -137,12 +137,11 @@ class Execution:
             del self._outputs[act.part]
             if not act.keeps:
                 del self._chains[act.part]
-            if isinstance(loss, RowLoss) and (part.batch.scores or self.plan.loss_over == "row"):
+            if part.batch.scores or self.plan.loss_over == "row":
                 referred = self._referred.pop((act.part, act.term))
                 loss.read(act.part, part.batch, part.joined(outputs), referred)
 
     def _join(self, act: Join, loss: Loss) -> None:
-        assert isinstance(loss, RowLoss), "a loss that is known score by score is not joined"
         over_ranks = self.plan.loss_over == "step"
         slopes, found = loss.join(self.device, over_ranks=over_ranks)
         self._slopes |= {(part, act.term): each for part, each in slopes.items()}

@@ -82,6 +82,17 @@ class Loss:
         """What goes backward of a micro-batch of this rank, or of a piece whose loss is its own."""
         raise NotImplementedError
 
+    def read(self, number: int, part: RaggedBatch, output: ScoreOutput, referred: Tensor | None) -> None:
+        """Takes in what was scored of a micro-batch, for a `join`."""
+
+    def join(self, device: torch.device, *, over_ranks: bool) -> tuple[dict[int, Slopes], Tensor]:
+        """The slopes of what was read, by micro-batch, and the loss: this rank's part of it, or that of the step.
+
+        Args:
+            over_ranks: the loss is of the rows of all ranks, which call this together.
+        """
+        raise NotImplementedError("a loss that is known score by score is not joined")
+
 
 class TokenLoss(Loss):
     """The loss is known score by score, and formed in forward."""
@@ -129,16 +140,10 @@ class RowLoss(Loss):
         return self._outcome(self.objective.read(part, output.stats, referred)).loss * self.ranks
 
     def read(self, number: int, part: RaggedBatch, output: ScoreOutput, referred: Tensor | None) -> None:
-        """Takes in what was scored of a micro-batch."""
         self.leaves[number] = Slopes.leaves(output)
         self.rows.append(self.objective.read(part, output.stats, referred))
 
     def join(self, device: torch.device, *, over_ranks: bool) -> tuple[dict[int, Slopes], Tensor]:
-        """The slopes of what was read, by micro-batch, and the loss: this rank's part of it, or that of the step.
-
-        Args:
-            over_ranks: the loss is of the rows of all ranks, which call this together.
-        """
         own = join_rows(self.rows) if self.rows else None
         everyones = gathered_rows(own, device, self.models.same_rows) if over_ranks else [own]
         loss = self._outcome(join_rows(everyones)).loss

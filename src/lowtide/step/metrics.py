@@ -32,12 +32,9 @@ class Totals:
 
     def add_mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a sum of `count` values to a mean."""
-        total, before = _number(total), self.means.get(name)
-        count = _number(count).to(total.device) if isinstance(count, Tensor) else count
+        total, count, before = _number(total), _number(count), self.means.get(name)
         if before is not None:
-            device = before.total.device
-            count = before.count + (count.to(device) if isinstance(count, Tensor) else count)
-            total = before.total + total.to(device)
+            total, count = before.total + total, before.count + count
         self.means[name] = Mean(total, count)
 
     def count(self, batch: RaggedBatch) -> None:
@@ -84,21 +81,18 @@ class Totals:
         found = {name: value.item() for name, value in joined.sums.items()}
         ends = {name: value.item() for name, value in (joined.lows | joined.highs).items()}
         found |= {name: value for name, value in ends.items() if not math.isinf(value)}
-        pairs = {name: (float(mean.total), float(mean.count)) for name, mean in joined.means.items()}
-        return found | {name: total / count for name, (total, count) in pairs.items() if count}
+        return found | {name: float(total / count) for name, (total, count) in joined.means.items() if count}
 
     def _on_host(self, device: torch.device) -> Totals:
         device = float64_device(device)
         totals = _moved({name: mean.total for name, mean in self.means.items()}, device)
-        counts = {name: mean.count for name, mean in self.means.items()}
-        counts |= _moved({name: each for name, each in counts.items() if isinstance(each, Tensor)}, device)
+        counts = _moved({name: mean.count for name, mean in self.means.items()}, device)
         means = {name: Mean(total, counts[name]) for name, total in totals.items()}
         return Totals(_moved(self.sums, device), means, _moved(self.lows, device), _moved(self.highs, device))
 
 
 def _number(value: Tensor | float) -> Tensor:
-    value = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
-    return to_float64(value)
+    return to_float64(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
 def _fold(held: dict[str, Tensor], name: str, value: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> None:

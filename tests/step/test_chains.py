@@ -184,7 +184,7 @@ def test_dropout_is_drawn_again_in_the_second_pass(monkeypatch):
 def test_log_probs_and_evaluation(name, make):
     model, batch = ready(name), make()
     whole = logprobs(model, batch, padding_free=True)
-    ours = score_in_parts(batch, CAP, lambda part: logprobs(model, part, padding_free=True))
+    ours = score_in_parts(Models.of(model), batch, CAP, lambda part: logprobs(model, part, padding_free=True))
     torch.testing.assert_close(ours, whole, rtol=1e-8, atol=1e-8)
     found = []
     for limits in (CAP, Limits()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,8 @@ from lowtide.data.batches.values import REFERENCE, TEACHER
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.methods.method import Objective, RowObjective, Scorer
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
-from lowtide.step.chains import Chain
 from lowtide.step.cut import Part, cut, idle_part
 from lowtide.step.losses import join_rows
 from lowtide.step.metrics import Totals
@@ -131,7 +129,7 @@ def with_reference(
         return [*parts]
     scorer = models.placed_states if objective.taught else models.reference
     assert scorer is not None, "an objective with a reference needs one"
-    found = [score_part(part, scorer, models.place) for part in _turns(models, parts, batch, limits)]
+    found = [models.score(part, scorer) for part in _turns(models, parts, batch, limits)]
     return [part.with_values(name, values) for part, values in zip(parts, found, strict=False)]
 
 
@@ -154,52 +152,27 @@ def with_baseline(
         return torch.zeros(0, device=part.token_ids.device) if referred is None else referred
 
     def in_parts(scorer: Scorer) -> Scorer:
-        return lambda whole: score_in_parts(
-            whole,
-            limits,
-            scorer,
-            together=models.together,
-            why_whole_rows=why,
-            place=models.place,
-            device=models.device,
-        )
+        return lambda whole: score_in_parts(models, whole, limits, scorer, why_whole_rows=why)
 
     return objective.baseline(batch, in_parts(policy), in_parts(reference))
 
 
-def score_part(part: Part, scorer: Scorer, place: Callable[[], KeyPlace] = OnDevice) -> Tensor:
-    """[scores, ..] of a micro-batch, in whatever pieces."""
-    return part.in_order(Chain(part, place()).scores(scorer))
-
-
 def score_in_parts(
-    batch: RaggedBatch,
-    limits: Limits,
-    scorer: Scorer,
-    *,
-    together: bool = False,
-    why_whole_rows: str | None = None,
-    place: Callable[[], KeyPlace] = OnDevice,
-    device: torch.device | None = None,
+    models: Models, batch: RaggedBatch, limits: Limits, scorer: Scorer, *, why_whole_rows: str | None = None
 ) -> Tensor:
     """[scores, ..] of a batch, from micro-batches within the limits.
 
     Args:
-        together: the scorer's forwards are of all ranks together, which call this equally often.
+        models: where the scorer runs, and whether its forwards are of all ranks together, which call this equally
+            often.
         why_whole_rows: what keeps rows above the token budget from being run in pieces, as a clause or "".
-        place: makes the place where the keys of a long row wait.
-        device: where the scorer runs; by default where the batch is.
 
     Raises:
         ValueError: a row is above the token budget, and not run in pieces.
     """
     plan = cut_rows(batch.segments, limits, why_whole_rows=why_whole_rows)
-    device = device or batch.token_ids.device
-    parts, own = cut(batch, plan, device), sum(each.forwards for each in plan)
-    missing = worst_of_ranks(own, device) - own if together else 0
-    found = [score_part(part, scorer, place) for part in parts]
-    for _ in range(missing):
-        scorer(idle_part(batch, limits.tokens, device).batch)
+    turns = _turns(models, cut(batch, plan, models.device), batch, limits)
+    found = [models.score(part, scorer) for part in turns][: len(plan)]
     return found[0] if len(found) == 1 else _in_order(batch, plan, torch.cat(found))
 
 

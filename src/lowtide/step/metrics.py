@@ -86,7 +86,7 @@ class Totals:
     def _on_host(self, device: torch.device) -> Totals:
         device = float64_device(device)
         totals = _moved({name: mean.total for name, mean in self.means.items()}, device)
-        counts = _moved({name: mean.count for name, mean in self.means.items()}, device)
+        counts = _moved({name: _number(mean.count) for name, mean in self.means.items()}, device)
         means = {name: Mean(total, counts[name]) for name, total in totals.items()}
         return Totals(_moved(self.sums, device), means, _moved(self.lows, device), _moved(self.highs, device))
 

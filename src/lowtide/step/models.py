@@ -156,6 +156,10 @@ class Models:
         """The same of a micro-batch in however many pieces; the output is in the order of its scores."""
         return part.joined(Chain(part, self.place()).scores(functools.partial(self.scored, objective=objective)))
 
+    def score(self, part: Part, scorer: Scorer) -> Tensor:
+        """[scores, ..]: what a scorer gives of a micro-batch in however many pieces."""
+        return part.in_order(Chain(part, self.place()).scores(scorer))
+
     def referred(self, part: Part, objective: Objective) -> Tensor | None:
         """[scores]: the reference's log-probabilities of a micro-batch, for an objective that wants them."""
         batch = part.batch
@@ -165,7 +169,7 @@ class Models:
         if REFERENCE in batch.score_values:
             return batch.score_values[REFERENCE]
         assert self.reference is not None, "an objective with a reference needs one"
-        return part.in_order(Chain(part, self.place()).scores(self.reference))
+        return self.score(part, self.reference)
 
 
 def why_not_pieces(policy: nn.Module, teacher: nn.Module | None) -> str | None:

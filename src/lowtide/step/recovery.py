@@ -19,7 +19,6 @@ from torch import Tensor
 from lowtide.compat.torch import version_of
 from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
 from lowtide.methods.method import Objective, Scorer
-from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.failures import RankFailed, tell, who_stopped
 from lowtide.ranks.shards import LocalShard
@@ -133,39 +132,26 @@ def _sizes(limits: Limits, batch: RaggedBatch) -> tuple[int, int]:
 
 
 def surviving_scores(
-    batch: RaggedBatch,
-    limits: Limits,
-    scorer: Scorer,
-    *,
-    alone: bool = True,
-    together: bool = False,
-    why_whole_rows: str | None = "",
-    place: Callable[[], KeyPlace] = OnDevice,
-    device: torch.device | None = None,
+    models: Models, batch: RaggedBatch, limits: Limits, scorer: Scorer, *, why_whole_rows: str | None = ""
 ) -> Tensor:
     """`score_in_parts`, repeated with half the token budget for as long as it runs out of memory.
 
     Each rank repeats by itself: nothing is exchanged in a pass without gradients. The limits of the steps to come are
-    left alone, since an update takes more and finds out for itself.
+    left alone, since an update takes more and finds out for itself. Where others wait for this rank inside of a
+    forward, nothing is repeated.
 
     Args:
-        alone: False where others wait for this rank inside of a forward, so nothing is repeated.
-        together: the forwards are of all ranks, which call this equally often.
-        why_whole_rows: what keeps rows above the token budget from being run in pieces, as a clause or "".
-        place: makes the place where the keys of a long row wait.
-        device: where the scorer runs; by default where the batch is.
+        models: as of `score_in_parts`.
+        why_whole_rows: likewise.
 
     Raises:
         OutOfMemory: one row does not fit.
     """
-    more = {"why_whole_rows": why_whole_rows, "place": place, "device": device}
-    if not alone:
-        return score_in_parts(batch, limits, scorer, together=together, **more)
     while True:
         try:
-            return score_in_parts(batch, limits, scorer, **more)
+            return score_in_parts(models, batch, limits, scorer, why_whole_rows=why_whole_rows)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if models.waited_for or not is_out_of_memory(error):
                 raise
             said = first_line(error)
             drop_frames(error)

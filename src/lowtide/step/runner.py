@@ -295,17 +295,8 @@ class StepRunner:
 
     def scored(self, batch: RaggedBatch, scorer: Scorer, limits: Limits | None = None) -> Tensor:
         """[scores]: what a forward without gradients gives, in micro-batches within the limits of a step, or others."""
-        limits = self.limits_of(batch) if limits is None else limits
-        return surviving_scores(
-            batch,
-            limits,
-            scorer,
-            alone=not self.waited_for,
-            together=self.together,
-            why_whole_rows=self.models().why_not_chains(self.objective),
-            place=self.place,
-            device=self.device,
-        )
+        limits, models = self.limits_of(batch) if limits is None else limits, self.models()
+        return surviving_scores(models, batch, limits, scorer, why_whole_rows=models.why_not_chains(self.objective))
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ all ranks, so that however the batch is cut, the gradients are the same.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -103,7 +104,7 @@ class Step:
         batch = replace(batch, stands_in=stands_in)
         needs = needs_of(models, batch, objective, limits, backward)
         own = {**objective.counts(batch), **known, TOKENS: batch.tokens}
-        return cls._agreed(models, batch, objective, limits, needs, dict.fromkeys(own, 0) if batch.stands_in else own)
+        return cls._agreed(models, batch, objective, limits, needs, dict.fromkeys(own, 0) if stands_in else own)
 
     @classmethod
     def _agreed(
@@ -114,27 +115,16 @@ class Step:
         limits: Limits,
         needs: Needs,
         own: Counts,
+        before: Said | None = None,
     ) -> Step:
-        """The step, once ranks have told one another their counts, and what they need of each other's micro-batches."""
-        parts, sync, device = [], RankSync(part=batch), models.device
-        with sync.local():
+        """The step, once ranks have told one another their counts, and what they need of each other's micro-batches;
+        `before` is what they said of larger micro-batches, where they need not talk again."""
+        parts, sync = [], RankSync(part=batch)
+        with contextlib.nullcontext() if before else sync.local():
             parts = _own_parts(batch, limits, needs)
-        said = agree(own, parts, max(batch.row_tokens), device, models.copies, failed=sync.failed)
+        said = before.of_smaller(parts, limits) if before else agree(own, parts, batch, models, failed=sync.failed)
         if said.failed:
-            sync.meet(device)
-        return cls._of(models, batch, objective, parts, limits, needs, said)
-
-    @classmethod
-    def _of(
-        cls,
-        models: Models,
-        batch: RaggedBatch,
-        objective: Objective,
-        parts: list[MicroBatch],
-        limits: Limits,
-        needs: Needs,
-        said: Said,
-    ) -> Step:
+            sync.meet(models.device)
         parts, over, acts = _acts(batch, parts, limits, needs, said, models.device)
         ahead = needs.stages > 1 or said.even(needs) or any(len(part.pieces) > 1 for part in parts)
         plan = StepPlan(limits, tuple(parts), tuple(acts), over, said.counts, said.ranks, reference_ahead=ahead)
@@ -143,15 +133,10 @@ class Step:
     def within(self, limits: Limits) -> Step:
         """The step within a smaller token budget. Ranks that don't wait for one another within a step need not talk
         again."""
-        said, why = self.said, self.models.why_whole_rows(self.objective, self.batch, limits.tokens)
-        needs = replace(self.needs, why_whole_rows=why)
-        if needs.meet != "never":
-            own = dict.fromkeys(said.own, 0) if self.batch.stands_in else said.own
-            return self._agreed(self.models, self.batch, self.objective, limits, needs, own)
-        parts = _own_parts(self.batch, limits, needs)
-        heaviest = max(part.heaviest for part in parts) if said.ranks == 1 else limits.tokens
-        said = replace(said, heaviest=heaviest, parts=len(parts), long=sum(len(part.pieces) > 1 for part in parts))
-        return self._of(self.models, self.batch, self.objective, parts, limits, needs, said)
+        models, batch, objective = self.models, self.batch, self.objective
+        needs = replace(self.needs, why_whole_rows=models.why_whole_rows(objective, batch, limits.tokens))
+        before = self.said if needs.meet == "never" else None
+        return self._agreed(models, batch, objective, limits, needs, self.said.own, before)
 
     def run(self, backward: Backward, totals: Totals | None = None) -> Tensor:
         """Adds the gradients; returns and raises as `train_step`."""
@@ -216,33 +201,33 @@ class Said:
         """Whether all ranks run the same passes in the same order."""
         return self.long > 0 and needs.meet != "never"
 
+    def of_smaller(self, parts: Sequence[MicroBatch], limits: Limits) -> Said:
+        """The same, as far as this rank knows, of a batch that it cut to a smaller budget."""
+        count, long, heaviest = _sizes(parts)
+        return replace(self, parts=count, long=long, heaviest=heaviest if self.ranks == 1 else limits.tokens)
+
+
+def _sizes(parts: Sequence[MicroBatch]) -> tuple[int, int, int]:
+    return len(parts), sum(len(each.pieces) > 1 for each in parts), max((each.heaviest for each in parts), default=0)
+
 
 def agree(
-    counts: Counts,
-    parts: Sequence[MicroBatch],
-    longest: int,
-    device: torch.device,
-    copies: int = 1,
-    *,
-    failed: bool = False,
+    counts: Counts, parts: Sequence[MicroBatch], batch: RaggedBatch, models: Models, *, failed: bool = False
 ) -> Said:
     """What all ranks know, from what each of them knows of its own batch, in one exchange.
 
     Args:
         parts: micro-batches of this rank.
-        longest: tokens of its longest row.
-        copies: so many ranks hold the same rows, and count as one.
         failed: whether this rank could not cut its batch.
     """
-    long = sum(len(part.pieces) > 1 for part in parts)
-    sizes = len(parts), long, max((part.heaviest for part in parts), default=0), longest, int(failed)
+    sizes = *_sizes(parts), max(batch.row_tokens), int(failed)
     if not distributed():
         return Said(counts, counts, 1, *sizes)
-    mine = torch.tensor([*counts.values(), *sizes], dtype=torch.float64, device=float64_device(device))
+    mine = torch.tensor([*counts.values(), *sizes], dtype=torch.float64, device=float64_device(models.device))
     everyones = gathered(mine).view(-1, len(mine))
-    totals = (everyones.sum(0) / copies).tolist()
+    totals = (everyones.sum(0) / models.copies).tolist()
     most = everyones.amax(0).long().tolist()[len(counts) :]
-    return Said(counts, dict(zip(counts, totals, strict=False)), len(everyones) // copies, *most)
+    return Said(counts, dict(zip(counts, totals, strict=False)), models.ranks, *most)
 
 
 def needs_of(models: Models, batch: RaggedBatch, objective: Objective, limits: Limits, backward: Backward) -> Needs:

@@ -29,11 +29,14 @@ def facts(batch: RaggedBatch) -> list:
     for number, part in enumerate(batch.segments):
         scores = range(part.score_start, part.score_stop)
         before = batch.segments[part.prefix] if part.prefix >= 0 else None
+        seen = None if before is None else batch.token_ids[before.start : before.stop].tolist()
+        if seen is not None and part.prefix_length >= 0:
+            seen = seen[: part.prefix_length]
         rows.setdefault(part.row, []).append(
             (
                 batch.token_ids[part.start : part.stop].tolist(),
                 batch.position_ids[part.start : part.stop].tolist(),
-                None if before is None else batch.token_ids[before.start : before.stop].tolist(),
+                seen,
                 [(int(batch.token_ids[batch.score_index[s]]), int(batch.score_target[s])) for s in scores],
                 all(int(batch.score_segment[s]) == number for s in scores),
             )
@@ -80,6 +83,25 @@ def test_prefixes_survive_selecting_and_joining():
     assert facts(joined.select_rows([2])) == facts(batch)[:1]
 
 
+def test_a_segment_goes_on_from_the_part_of_a_prefix_that_it_sees():
+    batch = RaggedBatch.from_segments(
+        [[1, 2, 3, 4, 5], [6, 7], [8, 9], [10]], prefix=[-1, 0, 0, -1], prefix_length=[-1, 3, -1, -1], row=[0, 0, 0, 1]
+    )
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 0]
+    assert batch.score_index.tolist() == [0, 1, 2, 3, 2, 5, 4, 7]
+    assert batch.score_target.tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert batch.repeated_tokens == batch.tokens
+    joined = RaggedBatch.concat([batch, batch])
+    assert facts(joined) == facts(batch) * 2
+    assert facts(joined.select_rows([2])) == facts(batch)[:1]
+
+
+def test_the_last_token_is_that_of_the_part_of_a_prefix_that_is_seen():
+    tokens, seen = [[5, 6, 7], [0]], [-1, 2]
+    batch = RaggedBatch.from_segments(tokens, prefix=[-1, 0], prefix_length=seen, row=[0, 0], score_rule=LastToken(0))
+    assert batch.score_index.tolist() == [1]
+
+
 def test_moving_keeps_the_host_side():
     moved = preference_pair().to("meta")
     assert moved.token_ids.device.type == "meta"
@@ -95,6 +117,10 @@ def test_moving_keeps_the_host_side():
         (lambda: RaggedBatch.from_segments([[1], [2]], row=[0]), "2 segments but 1 entries in `row`"),
         (lambda: RaggedBatch.from_segments([[1], [2]], row=[0, 2]), "belongs to row 2 after row 0"),
         (lambda: RaggedBatch.from_segments([[1], [2]], prefix=[-1, 0]), "segment 1 has prefix 0, .* another row"),
+        (
+            lambda: RaggedBatch.from_segments([[1, 2], [2]], prefix=[-1, 0], prefix_length=[-1, 3], row=[0, 0]),
+            "segment 1 sees 3 tokens of prefix 0, of 1 to 2",
+        ),
         (lambda: RaggedBatch.from_segments([]), "no segments"),
         (lambda: RaggedBatch.from_rows([{"text": "a"}]), "row 0 .* no `input_ids`"),
         (

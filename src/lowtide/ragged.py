@@ -44,10 +44,24 @@ class Segment(NamedTuple):
     """One past the last score."""
     key: int = 0
     """The same for prefixes of the same tokens, within one process; 0 for what is no prefix."""
+    prefix_length: int = -1
+    """So many of the prefix's first tokens are seen; -1 for all."""
 
     @property
     def length(self) -> int:
         return self.stop - self.start
+
+    def prefix_among(self, segments: Sequence[Segment]) -> Segment | None:
+        """Its prefix as far as it sees it; None where it has none."""
+        if self.prefix < 0:
+            return None
+        whole = segments[self.prefix]
+        return whole if self.prefix_length < 0 else whole._replace(stop=whole.start + self.prefix_length)
+
+    def after(self, segments: Sequence[Segment]) -> int:
+        """How many tokens of its prefix it goes on from."""
+        before = self.prefix_among(segments)
+        return 0 if before is None else before.length
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,7 @@ class RaggedBatch:
 
     token_ids: Int[Tensor, " tokens"]
     position_ids: Int[Tensor, " tokens"]
-    """Restart in each segment; a segment with a prefix goes on from the prefix's length."""
+    """Restart in each segment; a segment with a prefix goes on from as much of it as it sees."""
     offsets: Int[Tensor, " segments+1"]
     """int32: where each segment starts and ends."""
     prefix: Int[Tensor, " segments"]
@@ -139,6 +153,7 @@ class RaggedBatch:
         labels: Sequence[Sequence[int]] | None = None,
         *,
         prefix: Sequence[int] | None = None,
+        prefix_length: Sequence[int] | None = None,
         row: Sequence[int] | None = None,
         score_rule: ScoreRule = NEXT_TOKEN,
         row_values: Mapping[str, Tensor] | None = None,
@@ -153,6 +168,8 @@ class RaggedBatch:
                 predicted. By the default one that is the token before it: the first token of a segment is predicted
                 from its prefix's last token; without a prefix nothing predicts it, and its label is not scored.
             prefix: for each segment the index of the segment it goes on from, or -1 (the default).
+            prefix_length: after how many tokens of that it goes on, or -1 for all of them (the default); what stands
+                behind these in the prefix, it does not see.
             row: for each segment its row; each segment a row of its own if None.
             score_rule: which positions are scored.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
@@ -164,8 +181,9 @@ class RaggedBatch:
         count = len(token_ids)
         labels = token_ids if labels is None else labels
         prefix = [-1] * count if prefix is None else prefix
+        prefix_length = [-1] * count if prefix_length is None else prefix_length
         row = list(range(count)) if row is None else row
-        _check_lists(token_ids, labels, prefix, row)
+        _check_lists(token_ids, labels, prefix, prefix_length, row)
         shared = set(prefix)
         segments: list[Segment] = []
         laid: list[LaidSegment] = []
@@ -175,12 +193,15 @@ class RaggedBatch:
         for number, (tokens, wanted) in enumerate(zip(token_ids, labels, strict=True)):
             stop = start + len(tokens)
             before = laid[prefix[number]] if prefix[number] >= 0 else None
+            if before is not None and prefix_length[number] >= 0:
+                before = before._replace(token_ids=before.token_ids[: prefix_length[number]])
             laid.append(LaidSegment(start, tokens, wanted, before, number in shared))
             index, target = score_rule.places(laid[-1])
             first = len(before.token_ids) if before is not None else 0
             places.append((torch.arange(first, first + len(tokens)), index, target))
             key = _key(tokens, images[number]) if number in shared else 0
-            segments.append(Segment(start, stop, prefix[number], row[number], scored, scored + len(index), key))
+            place = start, stop, prefix[number], row[number], scored, scored + len(index)
+            segments.append(Segment(*place, key, prefix_length[number]))
             start, scored = stop, scored + len(index)
         tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
         positions, indices, targets = (torch.cat(each) for each in zip(*places, strict=True))
@@ -201,14 +222,15 @@ class RaggedBatch:
 
         Args:
             rows: each with `input_ids`, optionally `labels` (the tokens themselves if absent), and optionally
-                `seq_lengths` where a row is packed from several segments.
+                `seq_lengths` where a row is of several segments, with `prefix` and `prefix_length` where some of them
+                go on from others of the row, as of `from_segments`.
             score_rule: which positions are scored.
             shown: the images of the rows, which are not packed then.
 
         Raises:
             ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
         """
-        token_ids, labels, owner = [], [], []
+        token_ids, labels, owner, prefix, seen = [], [], [], [], []
         for number, entry in enumerate(rows):
             if "input_ids" not in entry:
                 raise ValueError(f"row {number} of the batch has no `input_ids`, only {sorted(entry)}")
@@ -221,13 +243,17 @@ class RaggedBatch:
                     f"row {number} of the batch: {len(tokens)} input_ids, {len(wanted)} labels, "
                     f"{sum(lengths)} tokens by seq_lengths; the three must agree"
                 )
+            befores = entry.get("prefix") or [-1] * len(lengths)
+            prefix += [before + len(token_ids) if before >= 0 else -1 for before in befores]
+            seen += entry.get("prefix_length") or [-1] * len(lengths)
             start = 0
             for length in lengths:
                 token_ids.append(tokens[start : start + length])
                 labels.append(wanted[start : start + length])
                 owner.append(number)
                 start += length
-        return cls.from_segments(token_ids, labels, row=owner, score_rule=score_rule, shown=shown)
+        more = {"prefix": prefix, "prefix_length": seen, "row": owner}
+        return cls.from_segments(token_ids, labels, **more, score_rule=score_rule, shown=shown)
 
     @classmethod
     def from_pairs(
@@ -278,6 +304,7 @@ class RaggedBatch:
                     part.score_start + score,
                     part.score_stop + score,
                     part.key,
+                    part.prefix_length,
                 )
                 for part in batch.segments
             ]
@@ -371,12 +398,17 @@ class RaggedBatch:
 
     @property
     def repeated_tokens(self) -> int:
-        """Tokens of the form that repeats each prefix before each segment that shares it."""
-        shared = {part.prefix for part in self.segments}
+        """Tokens of the form that repeats each prompt before each completion that shares it; a prefix that is scored
+        itself is not repeated."""
+        prompts = {
+            part.prefix
+            for part in self.segments
+            if part.prefix >= 0 and self.segments[part.prefix].score_start == self.segments[part.prefix].score_stop
+        }
         return sum(
-            part.length + (self.segments[part.prefix].length if part.prefix >= 0 else 0)
+            part.length + (part.after(self.segments) if part.prefix in prompts else 0)
             for number, part in enumerate(self.segments)
-            if number not in shared
+            if number not in prompts
         )
 
     # -- change ------------------------------------------------------------------------------------------------
@@ -613,10 +645,10 @@ def _renumbered(segments: Sequence[Segment], kept: Sequence[int], stands_for: Ma
     found: list[Segment] = []
     token = score = 0
     for old in kept:
-        start, stop, before, of_row, first, last, key = segments[old]
+        start, stop, before, of_row, first, last, *more = segments[old]
         before = place[stands_for.get(before, before)] if before >= 0 else -1
         token_stop, score_stop = token + stop - start, score + last - first
-        found.append(Segment(token, token_stop, before, rows.setdefault(of_row, len(rows)), score, score_stop, key))
+        found.append(Segment(token, token_stop, before, rows.setdefault(of_row, len(rows)), score, score_stop, *more))
         token, score = token_stop, score_stop
     return tuple(found)
 
@@ -633,10 +665,15 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_lists(
-    token_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], prefix: Sequence[int], row: Sequence[int]
+    token_ids: Sequence[Sequence[int]],
+    labels: Sequence[Sequence[int]],
+    prefix: Sequence[int],
+    prefix_length: Sequence[int],
+    row: Sequence[int],
 ) -> None:
     """Refuses lists of segments that contradict each other, before anything is made of them."""
-    for name, values in (("labels", labels), ("prefix", prefix), ("row", row)):
+    lists = {"labels": labels, "prefix": prefix, "prefix_length": prefix_length, "row": row}
+    for name, values in lists.items():
         if len(values) != len(token_ids):
             raise ValueError(f"RaggedBatch: {len(token_ids)} segments but {len(values)} entries in `{name}`")
     if len(token_ids) == 0:
@@ -667,8 +704,8 @@ def _axis_positions(
     """Positions of segments on several axes; one with a prefix goes on from it."""
     found = []
     for part, shown in zip(segments, images, strict=True):
-        first = segments[part.prefix].length if part.prefix >= 0 else 0
-        before = images[part.prefix] if part.prefix >= 0 else ()
+        first = part.after(segments)
+        before = [each for each in images[part.prefix] if each.start < first] if part.prefix >= 0 else ()
         own = [replace(image, start=image.start + first) for image in shown]
         found.append(rule.positions(first + part.length, [*before, *own])[:, first:])
     return torch.cat(found, 1)
@@ -725,4 +762,6 @@ def _validate(batch: RaggedBatch) -> None:
                 raise ValueError(f"{where} has prefix {part.prefix}, which does not stand before it")
             if segments[part.prefix].prefix >= 0:
                 raise ValueError(f"{where} has prefix {part.prefix}, which has a prefix itself")
+            if part.prefix_length == 0 or part.prefix_length > (length := segments[part.prefix].length):
+                raise ValueError(f"{where} sees {part.prefix_length} tokens of prefix {part.prefix}, of 1 to {length}")
         token, score, row = part.stop, part.score_stop, part.row

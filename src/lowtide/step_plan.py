@@ -144,8 +144,7 @@ class RowSizes:
         rows = [*rows]
         attended = 0
         for part in (self.segments[number] for row in rows for number in self.of_row[row]) if self.pairs else ():
-            before = self.segments[part.prefix].length if part.prefix >= 0 else 0
-            attended += part.length * (before + (part.length + 1) // 2)
+            attended += part.length * (part.after(self.segments) + (part.length + 1) // 2)
         return self.tokens_of(rows) + (attended // self.pairs if self.pairs else 0)
 
     def micro_batch(self, rows: Sequence[int], pieces: tuple[PiecePlan, ...] = ()) -> MicroBatch:
@@ -219,8 +218,7 @@ def plan_pieces(segments: Sequence[Segment], numbers: Sequence[int], most: int) 
         spans = tuple(Span(n, segments[n].start, segments[n].stop) for n in (number, *after))
         tokens = sum(each.stop - each.start for each in spans)
         if tokens > most:
-            plan += _cut(number, part, most, -1, len(plan))
-            plan += _completions(segments, after, most, len(plan) - 1)
+            plan += _tree(segments, number, after, most, len(plan))
             continue
         if tokens > room:
             beside, room = len(plan), most
@@ -228,6 +226,23 @@ def plan_pieces(segments: Sequence[Segment], numbers: Sequence[int], most: int) 
         else:
             plan[beside] = PiecePlan(tuple(sorted(plan[beside].spans + spans)), whole=True)
         room -= tokens
+    return plan
+
+
+def _tree(segments: Sequence[Segment], number: int, others: Sequence[int], most: int, first: int) -> list[PiecePlan]:
+    """The pieces of a segment, the first of which is piece number `first`, and of those that go on from it: wherever
+    these do, one of its pieces ends."""
+    plan: list[PiecePlan] = []
+    begin, after = segments[number].start, -1
+    ends = {other: begin + segments[other].after(segments) for other in others}
+    last: dict[int, int] = {}
+    for end in sorted({*ends.values(), segments[number].stop}):
+        plan += _cut(number, segments[number]._replace(start=begin, stop=end), most, after, first + len(plan))
+        begin, after = end, first + len(plan) - 1
+        last[end] = after
+    for end, after in last.items():
+        own = [other for other in others if ends[other] == end]
+        plan += _completions(segments, own, most, after, first + len(plan))
     return plan
 
 
@@ -239,14 +254,17 @@ def _cut(number: int, part: Segment, most: int, after: int, first: int) -> list[
     return [PiecePlan((each,), after if n == 0 else first + n - 1) for n, each in enumerate(spans)]
 
 
-def _completions(segments: Sequence[Segment], numbers: Iterable[int], most: int, after: int) -> list[PiecePlan]:
-    """Segments that go on from one piece: those that fit together in one, a longer one in several."""
+def _completions(
+    segments: Sequence[Segment], numbers: Iterable[int], most: int, after: int, first: int
+) -> list[PiecePlan]:
+    """Segments that go on from one piece: those that fit together in one, a longer one in several; the first of these
+    pieces is piece number `first`."""
     plan: list[PiecePlan] = []
     room, beside = 0, -1
     for number in numbers:
         part = segments[number]
         if part.length > most:
-            plan += _cut(number, part, most, after, after + 1 + len(plan))
+            plan += _cut(number, part, most, after, first + len(plan))
             continue
         span = Span(number, part.start, part.stop)
         if part.length > room:

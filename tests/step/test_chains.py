@@ -60,12 +60,45 @@ def prompts() -> RaggedBatch:
     return RaggedBatch.from_segments(segments, prefix=prefix, row=row)
 
 
+TREES = [(47, [(9, 12), (30, 5), (30, 24), (46, 3), (47, 2)]), (12, [(5, 4)]), (20, [(1, 18)])]
+"""Conversations: the tokens of their last round, and of each other one where it leaves that, and how it goes on."""
+
+
+def trees(below: int = VOCAB) -> RaggedBatch:
+    """Conversations, each of whose tokens is there once."""
+    found = []
+    for number, (last, others) in enumerate(TREES):
+        lengths = [last, *(length for _, length in others)]
+        parts = [labelled(length, 100 * number + n, below) for n, length in enumerate(lengths)]
+        row = {name: [token for part in parts for token in part[name]] for name in ("input_ids", "labels")}
+        places = {"prefix": [-1] + [0] * len(others), "prefix_length": [-1, *(place for place, _ in others)]}
+        found.append(row | places | {"seq_lengths": lengths})
+    return RaggedBatch.from_rows(found)
+
+
+def rounds(below: int = VOCAB) -> RaggedBatch:
+    """The same conversations with a row for each round."""
+    found = []
+    for number, (last, others) in enumerate(TREES):
+        found.append(spine := labelled(last, 100 * number, below))
+        for n, (place, length) in enumerate(others, 1):
+            own = labelled(length, 100 * number + n, below)
+            found.append(
+                {
+                    "input_ids": spine["input_ids"][:place] + own["input_ids"],
+                    "labels": [IGNORE] * place + own["labels"],
+                }
+            )
+    return RaggedBatch.from_rows(found)
+
+
 def step(model, batch: RaggedBatch, limits: Limits, objective=NLL, **more) -> tuple[float, dict, dict]:
     """(loss, gradients, metrics), of a model that is left as it was."""
     model = copy.deepcopy(model)
     totals = Totals()
     loss = train_step(model, batch, objective, limits=limits, totals=totals, **more)
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    policy = Models.of(model).policy
+    grads = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     return loss.item(), grads, totals.read(torch.device("cpu"))
 
 
@@ -88,7 +121,7 @@ def ready(name: str, dtype: torch.dtype = torch.float64, **changes):
 
 
 @pytest.mark.parametrize("most", [16, 17, 23, 40, 60])
-@pytest.mark.parametrize("make", [rows, prompts])
+@pytest.mark.parametrize("make", [rows, prompts, trees])
 def test_pieces_hold_each_token_and_each_score_once(make, most):
     batch = make()
     for number in range(batch.rows):
@@ -117,12 +150,30 @@ def test_short_completions_share_a_piece_and_long_ones_are_cut():
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [rows, prompts])
+@pytest.mark.parametrize("make", [rows, prompts, trees])
 @pytest.mark.parametrize("name", slow_but(TYPICAL, RAGGED))
 def test_gradients_equal_those_of_whole_rows(name, make):
     experts = {"num_experts", "num_experts_per_tok"} & RAGGED[name][1].keys()  # their products are float32 at most
     model, batch = ready(name, torch.float32 if experts else torch.float64), make()
     assert_same(step(model, batch, CAP), step(model, batch, Limits()), 2e-5 if experts else 1e-6)
+
+
+@pytest.mark.parametrize("limits", [Limits(), CAP], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("name", slow_but(TYPICAL, RAGGED))
+def test_a_conversation_as_a_tree_equals_a_row_for_each_round(name, limits):
+    experts = {"num_experts", "num_experts_per_tok"} & RAGGED[name][1].keys()
+    model = ready(name, torch.float32 if experts else torch.float64)
+    tree, each = step(model, trees(), limits), step(model, rounds(), Limits())
+    assert tree[2].pop("tokens") < each[2].pop("tokens")
+    assert_same(tree, each, 2e-5 if experts else 1e-6)
+
+
+def test_a_padded_tree_equals_a_row_for_each_round():
+    model = ready("llama")
+    tree = step(Models(model, padding_free=False), trees(), Limits())
+    each = step(Models(model, padding_free=False), rounds(), Limits())
+    assert tree[2].pop("tokens") < each[2].pop("tokens")
+    assert_same(tree, each, 1e-9)
 
 
 @pytest.mark.parametrize("limits", [Limits(tokens=17), Limits(tokens=30), Limits(rows=1, tokens=40)], ids=str)

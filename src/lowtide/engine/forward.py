@@ -39,7 +39,7 @@ from lowtide.engine.virtual_tokens import leading_states, prompt_config
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
-from lowtide.ragged import SECOND_TEXT, RaggedBatch, SegmentImage
+from lowtide.ragged import SECOND_TEXT, RaggedBatch, Segment, SegmentImage
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import whole_shape
@@ -257,7 +257,7 @@ def _padded_runs(model: nn.Module, batch: RaggedBatch) -> list[Run]:
     """The rows of a batch's padded form, each with the virtual tokens before it."""
     prompt = prompt_config(model)
     states, virtual = leading_states(model), 0 if prompt is None else prompt.num_virtual_tokens
-    lengths = [sum(batch.segments[number].length for number in line) for line in padded_lines(batch)]
+    lengths = [sum(part.length for part in _line(batch, number)) for number in padded_segments(batch)]
     return [Run(states + max(lengths), (virtual + length,)) for length in lengths]
 
 
@@ -307,9 +307,8 @@ def read_next(
 def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
     """The padded form: `input_ids` and `attention_mask` [rows, longest], and the scores' places in it, flattened;
     `position_ids` [axes, rows, longest] where positions have several axes, `token_type_ids` of pairs of texts."""
-    segments = batch.segments
-    lines = padded_lines(batch)
-    kept, whole = [line[-1] for line in lines], [[segments[n] for n in line] for line in lines]
+    kept = padded_segments(batch)
+    whole = [_line(batch, number) for number in kept]
     lengths = [sum(part.length for part in parts) for parts in whole]
     longest, device = max(lengths), batch.token_ids.device
     input_ids = torch.zeros(len(kept), longest, dtype=torch.long, device=device)
@@ -319,19 +318,18 @@ def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
     if axes is not None:
         inputs["position_ids"] = axes.new_zeros(len(axes), len(kept), longest)
-    for line, (number, parts) in enumerate(zip(kept, whole, strict=True)):
+    for line, parts in enumerate(whole):
         tokens = torch.cat([batch.token_ids[part.start : part.stop] for part in parts])
         input_ids[line, : len(tokens)] = tokens
         if axes is not None:
             own = torch.cat([axes[:, part.start : part.stop] for part in parts], 1)
             inputs["position_ids"][:, line, : len(tokens)] = own
         attention_mask[line, : len(tokens)] = 1
-        part = segments[number]
+        part = parts[-1]
         at = batch.score_index[part.score_start : part.score_stop]
-        before = parts[0].length if part.prefix >= 0 else 0
-        own = at - part.start + before
+        own = at - part.start + part.after(batch.segments)
         if part.prefix >= 0:
-            own = torch.where(at >= part.start, own, at - segments[part.prefix].start)
+            own = torch.where(at >= part.start, own, at - parts[0].start)
         index[part.score_start : part.score_stop] = own + line * longest
     if SECOND_TEXT in batch.row_values:
         begins = batch.row_values[SECOND_TEXT][batch.row[kept]]
@@ -339,16 +337,25 @@ def pad(batch: RaggedBatch) -> tuple[dict[str, Tensor], Tensor]:
     return inputs, index
 
 
-def padded_lines(batch: RaggedBatch) -> list[list[int]]:
-    """The segments of each padded row: one that is no prefix, or is scored itself, behind its own prefix."""
-    segments = batch.segments
-    shared = {part.prefix for part in segments}
-    kept = [n for n, part in enumerate(segments) if n not in shared or part.score_stop > part.score_start]
-    return [[p for p in (segments[n].prefix, n) if p >= 0] for n in kept]
+def padded_segments(batch: RaggedBatch) -> list[int]:
+    """The segments that have a padded row each, behind what they see of their prefixes: those that are no prefix, or
+    are scored themselves."""
+    shared = {part.prefix for part in batch.segments}
+    return [n for n, part in enumerate(batch.segments) if n not in shared or part.score_stop > part.score_start]
+
+
+def _line(batch: RaggedBatch, number: int) -> list[Segment]:
+    """A padded row: a segment behind what it sees of its prefix."""
+    part = batch.segments[number]
+    before = part.prefix_among(batch.segments)
+    return [part] if before is None else [before, part]
 
 
 def _padded_images(batch: RaggedBatch) -> Iterator[SegmentImage]:
     """The images of a batch in the order of its padded form."""
-    for line in padded_lines(batch) if batch.images else ():
-        for number in line:
-            yield from batch.images[number]
+    for number in padded_segments(batch) if batch.images else ():
+        part = batch.segments[number]
+        for image in batch.images[part.prefix] if part.prefix >= 0 else ():
+            if image.start < part.after(batch.segments):
+                yield image
+        yield from batch.images[number]

@@ -41,7 +41,7 @@ from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
 from lowtide.ops.attention.varlen_attention import BACKENDS, observed_backends
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
-from lowtide.score_rules import NEXT_TOKEN, ScoreRule, ShiftedRight
+from lowtide.score_rules import IGNORE, NEXT_TOKEN, ScoreRule, ShiftedRight
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Largest mean difference of log-probs (nats) that rounding explains, by the dtype of the weights."""
@@ -272,16 +272,24 @@ def _rows(vocab: int) -> tuple[list[int], list[int], list[int]]:
 
 
 def _batches(rule: ScoreRule, first: list[int], second: list[int], more: list[int]) -> Sequence[RaggedBatch]:
-    """Three rows; the same, of which the last goes on from a prefix; and three, of which the first is another."""
+    """Three rows; the same, of which the last goes on from a part of another, that it sees alone; and three, of which
+    the first is another."""
     other = [*reversed(first)]
     if isinstance(rule, ShiftedRight):
         pairs = [(second, more), (second, first)]
         plain = RaggedBatch.from_pairs([(first, second), *pairs], rule)
         return plain, plain.share_prefixes(), RaggedBatch.from_pairs([(other, [*reversed(second)]), *pairs], rule)
     lay = functools.partial(RaggedBatch.from_segments, score_rule=rule)
+    longer, last = [*second, *first], [*second, *more][1:]
     return (
         lay([first, second, [*second, *more]]),
-        lay([first, second, more, [*second, *more][1:]], prefix=[-1, -1, 1, -1], row=[0, 1, 1, 2]),
+        lay(
+            [first, longer, more, last],
+            [first, [IGNORE] * len(longer), more, last],
+            prefix=[-1, -1, 1, -1],
+            prefix_length=[-1, -1, len(second), -1],
+            row=[0, 1, 1, 2],
+        ),
         lay([other, second, [*second, *more]]),
     )
 

@@ -130,7 +130,8 @@ def test_prompts_of_rows_with_different_tables_are_refused(make, completions):
     model = make()
     install(model)
     parts = [tokens(length, length) for length in completions]
-    batch = RaggedBatch.from_segments([tokens(6), *parts], prefix=[-1, 0, 0], row=[0, 0, 0])
+    prompt, labels = tokens(6), [[-100] * 6, *parts]
+    batch = RaggedBatch.from_segments([prompt, *parts], labels, prefix=[-1, 0, 0], row=[0, 0, 0])
     with pytest.raises(ValueError, match=r"shared by rows of 1\d and 1\d tokens.* set prefix_sharing=False"):
         score(model, batch)
     score(model, batch, padding_free=False)  # which repeats it

@@ -12,6 +12,7 @@ from lowtide.ops.attention import attention_flash, attention_flex
 from lowtide.ops.attention.attention_grouped import grouped_attention
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.attention.varlen_attention import BACKENDS, varlen_attention
+from lowtide.ragged import RaggedBatch
 from tests.support.references.dense_attention import LENGTHS, VARIANTS, dense, ragged
 
 SIGHTS = {
@@ -29,6 +30,7 @@ def visible(batch, sight: Sight) -> torch.Tensor:
     for part in batch.segments:
         before = batch.segments[part.prefix] if part.prefix >= 0 else None
         keys = [*(range(before.start, before.stop) if before else ()), *range(part.start, part.stop)]
+        keys = keys if part.prefix_length < 0 else [*keys[: part.prefix_length], *range(part.start, part.stop)]
         ahead = len(keys) - part.length
         for query in range(part.start, part.stop):
             place = query - part.start + ahead
@@ -78,7 +80,11 @@ def test_flex_masks_pass_over_whole_blocks():
 
 def compare_with_dense(run, variant: dict) -> None:
     """`run(query, key, value, plan, rules)` against the textbook: values and gradients, the sinks' too."""
-    batch = ragged(*LENGTHS["prefix"])
+    for shape in ("prefix", "tree"):
+        compare_shape_with_dense(run, variant, ragged(*LENGTHS[shape]))
+
+
+def compare_shape_with_dense(run, variant: dict, batch: RaggedBatch) -> None:
     tensors = [torch.randn(batch.tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2)]
     weights = torch.randn(batch.tokens, 4, 8, dtype=torch.float64)
     found = []

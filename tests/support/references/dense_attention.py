@@ -8,6 +8,7 @@ LENGTHS = {
     "equal": ([5, 5, 5], [-1, -1, -1]),
     "unequal": ([1, 30, 2, 7, 31, 19, 70], [-1] * 7),
     "prefix": ([6, 3, 9, 1, 4, 4, 2], [-1, 0, 0, -1, -1, 4, 4]),
+    "tree": ([9, 3, 9, 1, 4, 12, 2, 2], [-1, 0, 0, 0, -1, -1, 5, 5], [-1, 4, 7, 1, -1, -1, 11, -1]),
     "long": ([50, 2100, 3], [-1, 0, -1]),
 }
 VARIANTS = {
@@ -28,7 +29,8 @@ def dense(q, k, v, batch, scale=None, window=None, chunk=None, softcap=None, sin
         spans = [slice(part.start, part.stop)]
         if part.prefix >= 0:
             before = batch.segments[part.prefix]
-            spans.insert(0, slice(before.start, before.stop))
+            seen = before.length if part.prefix_length < 0 else part.prefix_length
+            spans.insert(0, slice(before.start, before.start + seen))
         keys = torch.cat([k[s] for s in spans]).repeat_interleave(2, dim=1)
         values = torch.cat([v[s] for s in spans]).repeat_interleave(2, dim=1)
         queries = q[part.start : part.stop]
@@ -54,7 +56,7 @@ def dense(q, k, v, batch, scale=None, window=None, chunk=None, softcap=None, sin
     return torch.cat(outputs)
 
 
-def ragged(lengths: list[int], prefix: list[int]) -> RaggedBatch:
-    """Segments of these lengths; those that share a prefix are one row with it."""
+def ragged(lengths: list[int], prefix: list[int], seen: list[int] | None = None) -> RaggedBatch:
+    """Segments of these lengths; those that share a prefix are one row with it, and see so much of it."""
     row = [sum(p == -1 for p in prefix[: i + 1]) - 1 for i in range(len(prefix))]
-    return RaggedBatch.from_segments([[1] * n for n in lengths], prefix=prefix, row=row)
+    return RaggedBatch.from_segments([[1] * n for n in lengths], prefix=prefix, prefix_length=seen, row=row)

@@ -82,7 +82,7 @@ def row_lengths(batch: RaggedBatch) -> Float[Tensor, " tokens"]:
     if piece is not None:
         whole = [piece.way_tokens if piece.keeps else piece.start + part.length for part in segments]
         return _of_tokens(batch, whole)
-    whole = [part.length + (segments[part.prefix].length if part.prefix >= 0 else 0) for part in segments]
+    whole = [part.length + part.after(segments) for part in segments]
     for part, length in zip(segments, list(whole), strict=True):
         if part.prefix >= 0:
             whole[part.prefix] = max(whole[part.prefix], length)

@@ -74,7 +74,8 @@ def runs_of(plan: AttentionPlan, own: slice = slice(None)) -> list[Run]:
     start, stop, _ = own.indices(plan.tokens)
     runs = []
     for part, found in zip(plan.segments, lengths, strict=True):
-        whole = found - {part.length} if len(found) > 1 and part.prefix < 0 else found
+        only_seen = part.score_start == part.score_stop and len(found) > 1
+        whole = found - {part.length} if only_seen and part.prefix < 0 else found
         tokens = min(part.stop, stop) - max(part.start, start)
         if tokens > 0:
             runs.append(Run(tokens, tuple(sorted(whole))))

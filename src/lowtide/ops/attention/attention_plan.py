@@ -80,11 +80,10 @@ class AttentionPlan:
         return self.positions.device
 
     def before(self, part: Segment) -> Segment | None:
-        """The prefix of a segment."""
+        """The prefix of a segment, as far as the segment sees it."""
         if self.carried:
             return Segment(self.tokens, self.tokens + self.carried, -1, part.row, 0, 0)
-        among = self.segments if self.others is None else self.others
-        return among[part.prefix] if part.prefix >= 0 else None
+        return part.prefix_among(self.segments if self.others is None else self.others)
 
     def own_keys(self, part: Segment) -> int:
         """How many tokens of a segment itself are keys."""

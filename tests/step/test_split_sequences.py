@@ -50,6 +50,17 @@ def texts() -> list[dict]:
     return [{**row, "labels": [-100] * end + row["input_ids"][end:]} for row, end in zip(made, ends, strict=True)]
 
 
+def trees() -> list[dict]:
+    """Two answers to a question, of which the second goes on from the question alone."""
+    return [_tree(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]) for row in pair_rows()]
+
+
+def _tree(question: list[int], answer: list[int], other: list[int]) -> dict:
+    tokens, before = [*question, *answer, *other], len(question)
+    lengths = {"seq_lengths": [before + len(answer), len(other)], "prefix": [-1, 0], "prefix_length": [-1, before]}
+    return {"input_ids": tokens, "labels": [-100] * before + tokens[before:]} | lengths
+
+
 def own_loss(model, part: RaggedBatch, counts, totals: Totals):
     """A loss with a forward of its own, which is padded and runs on each rank whole."""
     output = score(model, part, padding_free=False)
@@ -68,6 +79,7 @@ CASES = {
         pair_rows,
     ),
 }
+CASES["trees"] = (CASES["sft"][0], RaggedBatch.from_rows, trees)
 CASES["own"] = (OwnLoss(CASES["sft"][0], own_loss), *CASES["sft"][1:])
 FAST = ("sft", "kto")
 CUTS = {"whole": Limits(), "two rows": Limits(rows=2)}

@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from lowtide.data.batches.packing import Strategy
 from lowtide.data.encode.truncation import Truncation, TruncationMode
 from lowtide.data.formats.reading import ChatSample, Sample, TextSample, TokenSample
 
 logger = logging.getLogger(__name__)
+
+Turns = Literal["as_generated", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,11 @@ class PrepareOptions(TokenOptions):
     """Called with one row, returns its text or its messages."""
     assistant_only_loss: bool = False
     """Score only what the assistant says; for conversations."""
+    turns: Turns = "as_generated"
+    """Whether the assistant's turns are trained as they are generated, each with the context that it would be given, or
+    stand in one row, the whole conversation; for `assistant_only_loss`."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens at which generation stops, beside the tokenizer's end token."""
     last_turn_only: bool = False
     """Score only the last message of a conversation: it is the completion, and what stands before it the prompt."""
     completion_only_loss: bool | None = None
@@ -87,6 +94,8 @@ class PrepareOptions(TokenOptions):
             raise ValueError(
                 f"packing_strategy is {self.packing_strategy!r}; it must be one of {', '.join(get_args(Strategy))}."
             )
+        if self.turns not in get_args(Turns):
+            raise ValueError(f"turns is {self.turns!r}; it must be one of {', '.join(get_args(Turns))}.")
         if self.completion_only_loss and self.formatting_func is not None:
             raise ValueError(
                 "completion_only_loss=True and formatting_func exclude each other: a formatted row is one text, "

@@ -14,14 +14,13 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset
-from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.batches.images import IMAGES, ImageReader
-from lowtide.data.batches.packed import LENGTHS_FEATURE, RowReader, drop_unscored, packed_tables, write_packed
+from lowtide.data.batches.packed import RowReader, Units, drop_unscored, packed_tables, write_packed
 from lowtide.data.batches.packing import pack
-from lowtide.data.batches.token_rows import TokenRows
+from lowtide.data.batches.token_rows import LENGTHS_FEATURE, SEGMENTS, TokenRows
 from lowtide.data.cache.cached_map import map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.cache.mapped import mapped_files
@@ -89,8 +88,8 @@ def prepare(
         reader: Makes the images of rows ready, for a vision-language model.
 
     Returns:
-        A dataset with the columns `input_ids` and `labels`, `seq_lengths` where rows are packed, and `images` where
-        they show images; and its ledger, or None for a stream.
+        A dataset with the columns `input_ids` and `labels`, `seq_lengths` where rows are packed or a conversation is
+        several segments, and `images` where they show images; and its ledger, or None for a stream.
 
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
@@ -184,31 +183,35 @@ def _prepare_cached(
         padding_avoided=padding_share(lengths, batch_size),
         read_as=preparer.encoder.format.title,
     )
+    segments = prepared.data.column(SEGMENTS) if SEGMENTS in prepared.column_names else None
+    units = Units.of_rows(lengths, numbers, segments)
     if packing:
-        packed, ledger = _pack_cached(prepared, numbers, lengths, options, ledger)
-        return packed.select_columns([*preparer.encoder.features, *LENGTHS_FEATURE]), ledger
+        packed, ledger = _pack_cached(prepared, units, options, ledger)
+        return packed.select_columns(list({**preparer.encoder.features, **LENGTHS_FEATURE})), ledger
     if numbers is not None:
         prepared = prepared.select(numbers)
-    return prepared.select_columns(list(preparer.features)), ledger
+    columns = list(preparer.features)
+    if segments is not None and len(units.lengths) == len(lengths):
+        columns.remove(SEGMENTS)  # each is a row of one segment
+    return prepared.select_columns(columns), ledger
 
 
 def _pack_cached(
     prepared: Dataset,
-    numbers: Int[np.ndarray, " rows"] | None,
-    lengths: Int[np.ndarray, " rows"],
+    units: Units,
     options: PrepareOptions,
     ledger: Ledger,
 ) -> tuple[Dataset, Ledger]:
-    """Pack the prepared rows with these numbers, or all; gives the packed rows and their ledger."""
+    """Pack these of the prepared rows; gives the packed rows and their ledger."""
     capacity = options.max_length
     assert capacity is not None
     order = options.seed if options.shuffle else None
     path = cache_file(combine(VERSION, fingerprint_of(prepared), capacity, options.packing_strategy, order))
     if not (os.path.exists(path) and datasets.is_caching_enabled()):
-        plan = pack(lengths, capacity, options.packing_strategy)
+        plan = pack(units.lengths, capacity, options.packing_strategy)
         assert plan.tokens_cut == 0, "rows longer than a bin are cut before, or split"
         reader = RowReader(prepared.data.table, mapped_files(prepared))
-        tables = packed_tables(reader, plan, numbers, own_token=options.own_token)
+        tables = packed_tables(reader, plan, units, own_token=options.own_token)
         write_packed(tables, plan.bins, path, ledger.name)
     packed, rows_without, tokens_without = drop_unscored(Dataset.from_file(path))
     if len(packed) == 0:

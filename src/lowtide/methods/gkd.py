@@ -72,6 +72,11 @@ class GKDOptions(TextOptions, WritingOptions, TeacherOptions):
         """The completion of a conversation is its last message, as in TRL, unless all of the assistant's are scored."""
         return not self.assistant_only_loss
 
+    @property
+    def turns(self) -> str:
+        """A row is one segment, whose completion may be written anew."""
+        return "whole"
+
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
 

@@ -93,6 +93,12 @@ class SFTOptions(TextOptions, VisionOptions):
         "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629). TRL's chunked_nll is nll.",
         choices=[*LOSSES, "chunked_nll"],
     )
+    turns: str = option(
+        "as_generated",
+        "With `assistant_only_loss`: each turn in the context that it would be generated in, or the whole conversation "
+        "as one row.",
+        choices=["as_generated", "whole"],
+    )
     label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
 
     def check(self) -> None:

@@ -62,7 +62,7 @@ from lowtide.run.inputs.images import (
     image_reader,
     spreads_weights,
 )
-from lowtide.run.inputs.loading import load_inputs, set_padding
+from lowtide.run.inputs.loading import load_inputs, set_padding, stop_ids
 from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.optimizers import check_package
 from lowtide.run.references import ReferenceMaker
@@ -292,6 +292,7 @@ class TrainingRun:
             names_of(self._config),
             self._config.problem_type,
             self.reader,
+            tuple(stop_ids(self.model, self.tokenizer)),
         )
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)

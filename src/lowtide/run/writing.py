@@ -24,6 +24,7 @@ from lowtide.rollout.generators.generator import Completion, Generator, HoldsWei
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.generators.support import why_not
 from lowtide.rollout.generators.transformers import TransformersGenerator
+from lowtide.run.inputs.loading import stop_ids
 from lowtide.run.vllm import make_vllm_generator
 from lowtide.step.runner import StepRunner
 
@@ -101,10 +102,7 @@ class Writer:
     @property
     def stop_ids(self) -> list[int]:
         """The tokens that end a completion: the tokenizer's, and those of the model's generation config."""
-        config: Any = getattr(causal_model(self.model), "generation_config", None)
-        known = getattr(config, "eos_token_id", None)
-        found = [self.tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])]
-        return list(dict.fromkeys(cast(int, each) for each in found if each is not None))
+        return stop_ids(self.model, self.tokenizer)
 
 
 def make_generator(

@@ -5,12 +5,14 @@ given the label -100, so that no reader of the row can score it against the segm
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled
 from jaxtyping import Int
 from rich.progress import track
@@ -23,8 +25,6 @@ from lowtide.own_files import writing
 BINS_AT_A_TIME = 1000
 PIECES_AT_A_TIME = 500
 """After so many, the pages that they lie on are given back; the kernel maps some 100 kB around each."""
-LENGTHS_FEATURE = Features({"seq_lengths": List(Value("int32"))})
-"""What packed rows have beside the columns of rows."""
 
 
 class RowReader:
@@ -68,20 +68,53 @@ class RowReader:
         return [values[offsets[row] + start : offsets[row] + stop] for values, offsets in self.chunks[chunk]]
 
 
-def packed_tables(
-    reader: RowReader, packing: Packing, numbers: Int[np.ndarray, " rows"] | None = None, *, own_token: bool = False
-) -> Iterator[pa.Table]:
+@dataclass(frozen=True)
+class Units:
+    """What is packed: rows of a reader, or the segments that they have."""
+
+    lengths: Int[np.ndarray, " units"]
+    rows: Int[np.ndarray, " units"]
+    """The row that each is of."""
+    starts: Int[np.ndarray, " units"]
+    """Where it begins there."""
+
+    @classmethod
+    def of_rows(
+        cls,
+        lengths: Int[np.ndarray, " rows"],
+        numbers: Int[np.ndarray, " rows"] | None,
+        segments: pa.ChunkedArray | None,
+    ) -> "Units":
+        """The units of rows with these lengths and numbers; all rows if there are no numbers.
+
+        Args:
+            segments: the lengths of the segments of each row of the reader, where rows have several.
+        """
+        numbers = np.arange(len(lengths)) if numbers is None else numbers
+        if segments is None:
+            return cls(lengths, numbers, np.zeros_like(numbers))
+        lists: Any = segments.combine_chunks()
+        counts = lists.value_lengths().to_numpy()
+        ends = np.append(0, np.cumsum(counts, dtype=np.int64))
+        index, bounds = range_index(ends[numbers], counts[numbers])
+        own = lists.flatten().to_numpy()[index]
+        before = np.append(0, np.cumsum(own, dtype=np.int64))[:-1]
+        first = np.repeat(before[np.minimum(bounds[:-1], len(own) - 1)], counts[numbers])
+        return cls(own, np.repeat(numbers, counts[numbers]), before - first)
+
+
+def packed_tables(reader: RowReader, packing: Packing, units: Units, *, own_token: bool = False) -> Iterator[pa.Table]:
     """The packed rows of a plan as Arrow tables, some bins at a time.
 
-    Row `i` of the plan is row `numbers[i]` of the reader, or row `i` if there are no numbers. `own_token`: labels are
-    predicted at their own tokens.
+    Row `i` of the plan is unit `i`. `own_token`: labels are predicted at their own tokens.
     """
     for first in range(0, packing.bins, BINS_AT_A_TIME):
         bins = packing.bin_offsets[first : first + BINS_AT_A_TIME + 1]
         pieces = slice(bins[0], bins[-1])
         lengths = packing.stop[pieces] - packing.start[pieces]
-        rows = packing.row[pieces] if numbers is None else numbers[packing.row[pieces]]
-        read = reader.read(rows, packing.start[pieces], packing.stop[pieces])
+        rows, before = (each[packing.row[pieces]] for each in (units.rows, units.starts))
+        starts, stops = before + packing.start[pieces], before + packing.stop[pieces]
+        read = reader.read(rows, starts, stops)
         _, segments = range_index(np.zeros_like(lengths), lengths)
         if not own_token:
             read["labels"] = read["labels"].copy()
@@ -90,7 +123,7 @@ def packed_tables(
         scored = count_scored(read["labels"], segments[bins], own_token=own_token)
         columns = {name: list_column(values, segments[bins]) for name, values in read.items()}
         if reader.numbers is not None:
-            columns["number"] = pa.array(_of_bins(reader.numbers[rows], packing.start[pieces], bins), pa.int64())
+            columns["number"] = pa.array(_of_bins(reader.numbers[rows], starts, bins), pa.int64())
         yield pa.table({**columns, "seq_lengths": list_column(lengths, bins), "scored": pa.array(scored, pa.int32())})
 
 

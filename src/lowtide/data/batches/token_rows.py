@@ -15,6 +15,9 @@ from jaxtyping import Bool, Int
 
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 """The columns of token rows."""
+SEGMENTS = "seq_lengths"
+LENGTHS_FEATURE = Features({SEGMENTS: List(Value("int32"))})
+"""What rows of several segments have beside these columns: packed ones, and conversations in several rounds."""
 IGNORED = -100
 """The label of a token that is not scored, as everywhere in Hugging Face's libraries."""
 
@@ -36,6 +39,8 @@ class TokenRows:
     """By which what is drawn of a row is told from other rows'; None where nothing is drawn."""
     doubts: Int[np.ndarray, " rows"] | None = None
     """What is doubtful in each row (see `lowtide.data.report.doubts`); None where nothing is."""
+    groups: Int[np.ndarray, " groups+1"] | None = None
+    """Where the rows of each row of the dataset begin, which stay together; None where each is one row here."""
     own_token: bool = False
     """Labels are predicted at their own tokens. Else a row's first label is never scored, whatever its value: no token
     comes before it to predict it."""

@@ -29,7 +29,7 @@ from lowtide.data.options import TokenOptions
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 """Raised whenever preparation gives other numbers than before."""
 NEUTRAL = (
     *("num_proc", "source", "shuffle", "seed", "packing_strategy"),

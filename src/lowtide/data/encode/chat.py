@@ -1,17 +1,17 @@
 """Conversations to token ids, with the tokenizer's chat template, and which of them the assistant wrote.
 
-Templates with `{% generation %}` marks say themselves what the assistant writes. Most published templates have
-none; for those the turns are aligned: the assistant's turn `k` is what the template adds to `messages[:k]` with a
-generation prompt to make `messages[:k + 1]`. That is what the model would have to generate there, so it includes
-the token that ends the turn, and the line break that ChatML writes after it, as in the training templates that TRL
-ships (for Qwen2.5 theirs also scores the line break before the turn, which a model is never asked to write). Where
-a template renders the beginning of a conversation differently once more follows (Qwen3 drops earlier thoughts, for
-one) there is no such span, and the conversation is refused rather than guessed at.
+Templates with `{% generation %}` marks say themselves what the assistant writes. Most published templates have none.
+Then turns are taken as they are generated (see `rounds`), or aligned within the whole conversation: the assistant's
+turn `k` is what the template adds to `messages[:k]` with a generation prompt to make `messages[:k + 1]`, with the line
+break that ChatML writes after the token that ends it, as in the training templates that TRL ships (for Qwen2.5 theirs
+also scores the line break before the turn). Where a template renders the beginning of a conversation differently once
+more follows there is no such span in the whole, and the conversation is refused rather than guessed at.
 """
 
 import logging
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import limit_templates
-from lowtide.data.formats.conversation import Message
+from lowtide.data.encode.rounds import Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of
+from lowtide.data.encode.turn_ends import TurnEnds
+from lowtide.data.formats.conversation import THOUGHTS, Message
 from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace
 
 logger = logging.getLogger(__name__)
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+THOUGHTS_READ = re.compile(rf"""[.'"]({"|".join(THOUGHTS)})\b""")
+"""A name under which a template reads thoughts."""
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 limit_templates()
 TEMPLATE_FAILURES = (
@@ -41,13 +45,22 @@ class ChatEncoder:
 
     Args:
         in_parts: the template is given contents in parts, images among them (see `lowtide.data.formats.images`).
+        stop_ids: tokens at which generation stops, beside the tokenizer's end token.
+        by_turns: the assistant's turns are taken as they are generated, unless the template's marks say what is scored
+            or contents come in parts.
 
     Raises:
         ValueError: there is no template.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, *, in_parts: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        *,
+        in_parts: bool = False,
+        stop_ids: Sequence[int] = (),
+        by_turns: bool = False,
     ) -> None:
         if template is None and not tokenizer.chat_template:
             name = tokenizer.name_or_path or type(tokenizer).__name__
@@ -58,7 +71,12 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.template = template
         self.in_parts = in_parts
-        self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template)))
+        self.stop_ids = tuple(stop_ids)
+        written = tokenizer.get_chat_template(template)
+        self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(written))
+        self.by_turns = by_turns and not self.has_marks and not in_parts
+        self.thoughts_read = sorted(set(THOUGHTS_READ.findall(written)))
+        self._told_of_ends = False
 
     @classmethod
     def for_rows(
@@ -67,17 +85,18 @@ class ChatEncoder:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None,
         source: str,
-        *,
-        in_parts: bool = False,
+        **how: Any,
     ) -> "ChatEncoder":
-        """The encoder of the dataset `source`, of which `first` is a conversation.
+        """The encoder of the dataset `source`, of which `first` is a conversation; `how` as for the encoder.
 
         Raises:
             ValueError: there is no template, or it writes the same whatever is said.
         """
-        encoder = cls(tokenizer, template, in_parts=in_parts)
+        encoder = cls(tokenizer, template, **how)
         encoder.check_content(first, source)
-        if not encoder.ends_turns():
+        if encoder.by_turns:
+            encoder.look_at_ends(first, source)
+        elif not encoder.ends_turns():
             logger.warning(
                 "%s: the chat template writes no special token after what the assistant says, and nothing is put "
                 "there, so the model does not learn to stop. Set chat_template_path to a template that writes the end "
@@ -109,6 +128,90 @@ class ChatEncoder:
             return encoded["input_ids"], encoded["assistant_masks"]
         token_ids = self.encode(chats, place)
         return token_ids, self._align_turns(chats, token_ids, place)
+
+    def encode_rounds(
+        self, chats: Sequence[ChatSample], wanted: Sequence[Sequence[int]], place: RowPlace
+    ) -> list[list[Round]]:
+        """The rows that each conversation becomes, with the places of the turns that are wanted of it, each as it is
+        generated.
+
+        Args:
+            wanted: of each conversation, the numbers of the assistant's messages that are scored.
+
+        Raises:
+            ValueError: the template fails, or does not say what the model would have to write; the message names the
+                row.
+        """
+        turns: list[list[Turn]] = []
+        wholes: list[str] = []
+        for row, (chat, numbers) in enumerate(zip(chats, wanted, strict=True)):
+            talk = self._talk(chat)
+            try:
+                turns.append([talk.turn(number, self._ends, self._shape(chat)) for number in numbers])
+                wholes.append(talk.text(len(talk.messages)))
+            except UnclearTurn as error:
+                raise place.error(row, error) from error
+            except TEMPLATE_FAILURES as error:
+                raise place.error(row, _cannot_render(error)) from error
+            self._tell_of_ends(turns[-1], place.source)
+        pairs = iter(encode_turns([turn for each in turns for turn in each], self._ids, self._anchor))
+        encoded = self._ids(wholes)
+        return [rounds_of([next(pairs) for _ in each], whole) for each, whole in zip(turns, encoded, strict=True)]
+
+    def look_at_ends(self, chat: ChatSample, source: str) -> None:
+        """Says if no stop token ends the turns of a dataset, of which this is a conversation."""
+        numbers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        talk = self._talk(chat)
+        try:
+            self._tell_of_ends([talk.turn(number, self._ends, self._shape(chat)) for number in numbers[-1:]], source)
+        except TEMPLATE_FAILURES:  # the rows will tell
+            return
+
+    def _tell_of_ends(self, turns: Sequence[Turn], source: str) -> None:
+        if self._told_of_ends or all(turn.ends for turn in turns):
+            return
+        self._told_of_ends = True
+        logger.warning(
+            "%s: the chat template writes no token at which generation stops (%s) after what the assistant says, so "
+            "the model does not learn to stop. Set eos_token to the token that the template writes there, or add it to "
+            "the eos_token_id of the model's generation config.",
+            source,
+            ", ".join(map(repr, self._ends.texts)) or "there is none",
+        )
+
+    @cached_property
+    def _ends(self) -> TurnEnds:
+        """Where turns end."""
+        own: Any = self.tokenizer.eos_token_id
+        stops = dict.fromkeys(each for each in (own, *self.stop_ids) if each is not None and each < len(self.tokenizer))
+        texts = {token: str(self.tokenizer.convert_ids_to_tokens(token)) for token in stops}
+        return TurnEnds(lambda text: self._ids([text])[0], texts)
+
+    @cached_property
+    def _anchor(self) -> str:
+        """The text of a special token that leaves what follows it as it is; empty if there is none."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return next((token.content for token in added if token.special and not token.rstrip), "")
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of texts that the template wrote."""
+        encoded: Any = self.tokenizer(texts, add_special_tokens=False) if texts else {"input_ids": []}
+        return encoded["input_ids"]
+
+    def _talk(self, chat: ChatSample) -> Talk:
+        """A conversation, to be rendered."""
+        inputs = {"tools": chat.tools, "chat_template": self.template, **chat.template_kwargs, "tokenize": False}
+
+        def render(messages: Sequence[Message], prompt: bool) -> str:
+            options = {**inputs, "add_generation_prompt": prompt}
+            return str(self.tokenizer.apply_chat_template(list(messages), **options))
+
+        return Talk(self._given(chat.messages), render)
+
+    @staticmethod
+    def _shape(chat: ChatSample) -> tuple[Any, ...]:
+        """What the form of turns depends on, beside their fields."""
+        return bool(chat.tools), sorted(chat.template_kwargs.items())
 
     def check_content(self, chat: ChatSample, source: str) -> None:
         """Refuse a template that writes the same text whatever is said: rendered twice, with different content.
@@ -146,7 +249,17 @@ class ChatEncoder:
 
     def _given(self, messages: list[Message]) -> list[Message]:
         """Messages as the template takes them."""
+        if self.thoughts_read:
+            messages = [self._with_thoughts(message) for message in messages]
         return in_parts(messages) if self.in_parts else messages
+
+    def _with_thoughts(self, message: Message) -> Message:
+        """The message with its thoughts under the names that the template reads."""
+        thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
+        if thoughts is None or all(message.get(name) == thoughts for name in self.thoughts_read):
+            return message
+        rest = {name: value for name, value in message.items() if name not in THOUGHTS}
+        return {**rest, **dict.fromkeys(self.thoughts_read, thoughts)}
 
     def ends_turns(self) -> bool:
         """Whether the template writes a special token after what the assistant says; also where that is not known."""
@@ -234,11 +347,14 @@ class ChatEncoder:
             try:
                 part: Any = self.tokenizer.apply_chat_template([conversation], **inputs)
             except TEMPLATE_FAILURES as error:
-                said = str(error) or type(error).__name__
-                raise place.error(index, f"the chat template can't render the conversation: {said}") from error
+                raise place.error(index, _cannot_render(error)) from error
             for name, rows in encoded.items():
                 rows += part.get(name, [])
         return encoded
+
+
+def _cannot_render(error: BaseException) -> str:
+    return f"the chat template can't render the conversation: {str(error) or type(error).__name__}"
 
 
 def read_chat_template(path: str) -> str:

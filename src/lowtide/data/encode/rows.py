@@ -5,7 +5,7 @@ end token and the tokenizer's own special tokens; a conversation gets what its c
 else; a completion begins where the tokens of the prompt alone and of prompt and completion together diverge.
 
 Where we differ: a `completion_mask` that comes with tokenized rows is used unless `completion_only_loss=False`
-(TRL ignores it unless True), and templates without generation marks are aligned by turns (see `chat`).
+(TRL ignores it unless True), and templates without generation marks are taken turn by turn (see `chat`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from datasets import Features
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.token_rows import IGNORED, TOKEN_FEATURES, TokenRows, flatten
+from lowtide.data.batches.token_rows import IGNORED, LENGTHS_FEATURE, TOKEN_FEATURES, TokenRows, flatten
 from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.text import TextEncoder
 from lowtide.data.encode.tokenized import encode_tokenized
@@ -52,12 +53,18 @@ class RowEncoder:
         self.kind = first.kind
         options.check_for(first, source)
         self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
-        chats = isinstance(first, ChatSample)
         self.chat = (
-            ChatEncoder.for_rows(first, tokenizer, options.chat_template, source, in_parts=options.contents_in_parts)
-            if chats
+            ChatEncoder.for_rows(
+                *(first, tokenizer, options.chat_template, source),
+                in_parts=options.contents_in_parts,
+                stop_ids=options.stop_ids,
+                by_turns=options.assistant_only_loss and options.turns == "as_generated",
+            )
+            if isinstance(first, ChatSample)
             else None
         )
+        if self.chat is not None and self.chat.by_turns:
+            self.features = Features({**TOKEN_FEATURES, **LENGTHS_FEATURE})
         self._encode = {
             TokenSample: self._encode_tokenized,
             TextSample: self._encode_texts,
@@ -81,7 +88,10 @@ class RowEncoder:
 
     def _doubts(self, samples: Sequence[Sample], rows: TokenRows) -> Int[np.ndarray, " rows"]:
         """What is doubtful in each row."""
-        doubts = doubts_of(samples) | Doubt.NO_ANSWER * without(rows, self.saying_nothing, others=True)
+        empty = without(rows, self.saying_nothing, others=True)
+        if rows.groups is not None:
+            empty = np.logical_or.reduceat(empty, rows.groups[:-1])
+        doubts = doubts_of(samples) | Doubt.NO_ANSWER * empty
         if isinstance(samples[0], TokenSample):
             doubts |= Doubt.NO_END * without(rows, self.ending) | Doubt.OTHER_LABELS * relabelled(rows)
         return doubts if rows.doubts is None else doubts | rows.doubts
@@ -108,6 +118,8 @@ class RowEncoder:
 
     def _encode_chats(self, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
         assert self.chat is not None
+        if self.chat.by_turns:
+            return self._encode_rounds(self.chat, samples, place)
         scored = None
         if self.options.assistant_only_loss:
             token_ids, masks = self.chat.encode_with_turns(samples, place)
@@ -117,6 +129,25 @@ class RowEncoder:
         if samples[0].prompt_messages is None:
             return _rows(*flatten(token_ids), scored)
         return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, scored)
+
+    def _encode_rounds(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
+        rounds = chat.encode_rounds(samples, [self._scored_messages(sample) for sample in samples], place)
+        rows = [row for of_sample in rounds for row in of_sample]
+        token_ids, offsets = flatten([row.token_ids for row in rows])
+        scored = np.zeros(len(token_ids), dtype=bool)
+        for start, row in zip(offsets.tolist(), rows, strict=False):
+            for begin, end in row.turns:
+                scored[start + begin : start + end] = True
+        prompts = None
+        if samples[0].prompt_messages is not None:
+            prompts = np.array([row.turns[0][0] if row.turns else len(row.token_ids) for row in rows], dtype=np.int64)
+        groups = np.cumsum([0, *map(len, rounds)])
+        return replace(_rows(token_ids, offsets, scored, prompts), groups=groups)
+
+    def _scored_messages(self, sample: ChatSample) -> list[int]:
+        """The numbers of the assistant's messages that are scored."""
+        first = 0 if self.options.completion_only_loss is False else sample.prompt_messages or 0
+        return [n for n, message in enumerate(sample.messages) if n >= first and message["role"] == "assistant"]
 
     def _after_prompts(
         self,

@@ -34,6 +34,9 @@ FROM_ROLES = {
 MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
 """The types of parts of a content that are no text."""
 
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which datasets and chat templates have a message's thoughts."""
+
 FOLLOWERS = {
     None: ("system", "user"),
     "system": ("user",),

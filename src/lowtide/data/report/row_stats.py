@@ -8,14 +8,14 @@ length of each row that is trained on, and, if there are others, its number: fou
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Value
 from jaxtyping import Bool, Int
 
-from lowtide.data.batches.token_rows import TokenRows, list_column, optional_columns
+from lowtide.data.batches.token_rows import SEGMENTS, TokenRows, list_column, optional_columns
 from lowtide.data.cache.mapped import mapped_files, release_pages
 from lowtide.data.report.doubts import DOUBT_NOTES, Found, doubt_column, find_doubts
 from lowtide.data.report.ledger import Ledger
@@ -91,25 +91,41 @@ def warn_of_dropped(source: str, statistics: Statistics) -> None:
 
 
 def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:
-    """Rows with their notes, from the rows as they were and as truncation leaves them."""
-    scored_before, scored = whole.scored_counts(), kept.scored_counts()
-    dropped = np.select([whole.lengths == 0, scored_before == 0, scored == 0], [1, 2, 3], default=0)
-    cut = whole.lengths - kept.lengths
-    is_kept = dropped == 0
-    merged = np.zeros(len(whole), dtype=bool) if whole.merged is None else whole.merged
-    rest = kept.cut(np.zeros_like(kept.lengths), np.where(is_kept, kept.lengths, 0))
+    """Rows with their notes, from the rows as they were and as truncation leaves them.
+
+    Of several rows that belong to one of the dataset, those without a scored token left are left out.
+    """
+    groups = np.arange(len(whole) + 1) if whole.groups is None else whole.groups
+    scored = kept.scored_counts()
+    rest = kept.cut(np.zeros_like(kept.lengths), np.where(scored > 0, kept.lengths, 0))
+    lengths, scored_before, scored = (_sums(each, groups) for each in (whole.lengths, whole.scored_counts(), scored))
+    dropped = np.select([lengths == 0, scored_before == 0, scored == 0], [1, 2, 3], default=0)
+    merged = np.zeros(len(groups) - 1, dtype=bool) if whole.merged is None else _sums(whole.merged, groups) > 0
+    joined = replace(rest, offsets=rest.offsets[groups])
     return pa.table(
         {
-            "input_ids": list_column(rest.token_ids, rest.offsets),
-            "labels": list_column(rest.labels, rest.offsets),
-            **optional_columns(rest),
+            "input_ids": list_column(joined.token_ids, joined.offsets),
+            "labels": list_column(joined.labels, joined.offsets),
+            **({} if whole.groups is None else {SEGMENTS: _segment_lengths(rest.lengths, groups)}),
+            **optional_columns(joined),
             "scored": pa.array(scored, pa.int32()),
-            "cut": pa.array(np.where(is_kept, cut, whole.lengths), pa.int32()),
+            "cut": pa.array(lengths - joined.lengths, pa.int32()),
             "dropped": pa.array(dropped, pa.int8()),
-            "merged": pa.array(merged & is_kept, pa.bool_()),
+            "merged": pa.array(merged & (dropped == 0), pa.bool_()),
             "doubts": doubt_column([whole]),
         }
     )
+
+
+def _sums(values: np.ndarray, groups: Int[np.ndarray, " groups+1"]) -> Int[np.ndarray, " groups"]:
+    """The sum of the values of each group."""
+    total = np.append(0, np.cumsum(values, dtype=np.int64))
+    return total[groups[1:]] - total[groups[:-1]]
+
+
+def _segment_lengths(lengths: Int[np.ndarray, " rows"], groups: Int[np.ndarray, " groups+1"]) -> pa.ListArray:
+    """The lengths of the rows of each group that have tokens."""
+    return list_column(lengths[lengths > 0], np.append(0, np.cumsum(lengths > 0))[groups])
 
 
 def add_up(

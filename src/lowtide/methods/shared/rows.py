@@ -44,6 +44,8 @@ class Preparation:
     """Of the model: what its labels are, as transformers' `problem_type` names it."""
     reader: ImageReader | None = None
     """Makes images ready for a vision-language model; None where text alone is read."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens at which the model's generation stops, beside the tokenizer's end token."""
 
 
 class RowLayout(ABC):
@@ -157,6 +159,7 @@ class Texts(RowLayout):
                 "shuffle": shuffle,
                 "vocab_size": how.vocab_size,
                 "num_proc": how.options.dataset_num_proc,
+                "stop_ids": how.stop_ids,
             }
         )
 

@@ -185,6 +185,14 @@ def _end_with(end: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module) ->
         generation.eos_token_id = [number, *(each for each in earlier if each not in (None, number))]
 
 
+def stop_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens at which generation stops: the tokenizer's end token, and those of the model's generation config."""
+    config: Any = getattr(causal_model(model), "generation_config", None)
+    known = getattr(config, "eos_token_id", None)
+    found = [tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])]
+    return list(dict.fromkeys(cast(int, each) for each in found if each is not None))
+
+
 def set_padding(model: Any, tokenizer: PreTrainedTokenizerBase | None, args: Any) -> None:
     """Tells model and tokenizer the token that rows are padded with: without it the model runs a row at a time, and
     with another than the tokenizer's it would read at padding.

@@ -55,8 +55,8 @@ def check_collator(
     if "seq_lengths" in rows[0] and len(found.segments) != len(expected.segments):
         raise ValueError(
             f"the data_collator {title} makes {len(found.segments)} of the {len(expected.segments)} segments of "
-            f"{len(rows)} packed rows of {name}, so that they would see each other: {remedy}, or set "
-            "packing=False"
+            f"{len(rows)} rows of {name}, so that they would see each other: {remedy}, or prepare rows of one segment "
+            "each (packing=False, and turns='whole' for conversations)"
         )
 
 

@@ -1,0 +1,148 @@
+"""The assistant's turns as they are generated: what the model is given, and what it has to write.
+
+The context of turn `k` is the template's text of `messages[:k]` with a generation prompt. Its target is what the text
+of `messages[:k + 1]` adds, up to and including the token at which generation stops. Both are encoded as at inference:
+no token reaches from one into the other.
+
+Many templates keep what they wrote earlier. All turns are then parts of one row. Others render the past otherwise once
+more follows (Qwen3 drops the thoughts of earlier answers): turns whose context and target begin no other turn's row get
+a row of their own, in practice one for each round of tool calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lowtide.data.encode.turn_ends import MARK, TurnEnds, marked_message
+from lowtide.data.formats.conversation import Message
+
+SHOWN = 40
+"""Characters of a text that messages show."""
+
+
+class UnclearTurn(ValueError):
+    """A template does not say what the model would have to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model is given for a turn of the assistant, and what it has to write."""
+
+    context: str
+    target: str
+    ends: bool = True
+    """Whether the target ends with a token at which generation stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A row of token ids, and the places in it that turns of the assistant have."""
+
+    token_ids: list[int]
+    turns: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Talk:
+    """The renderings of one conversation, each made once.
+
+    Args:
+        render: from messages to their text, with a generation prompt if asked.
+    """
+
+    def __init__(self, messages: Sequence[Message], render: Callable[[Sequence[Message], bool], str]) -> None:
+        self.messages = messages
+        self._render, self._made = render, dict[tuple[int, bool], str]()
+
+    def text(self, stop: int, *, prompt: bool = False) -> str:
+        """The text of the first `stop` messages, with a generation prompt if asked."""
+        if (stop, prompt) not in self._made:
+            self._made[stop, prompt] = self._render(self.messages[:stop], prompt)
+        return self._made[stop, prompt]
+
+    def turn(self, number: int, ends: TurnEnds, shape: object = ()) -> Turn:
+        """The turn that is message `number`.
+
+        Args:
+            shape: what the form of turns depends on beside their fields, such as a template's keywords.
+
+        Raises:
+            UnclearTurn: the template writes no continuation of the prompt.
+        """
+        context, whole = self.text(number, prompt=True), self.text(number + 1)
+        written = whole[len(context) :] if whole.startswith(context) else self._behind_header(number)
+        target, stops = ends.cut(written, self.messages[: number + 1], self._alone, str(shape))
+        return Turn(context, target, stops)
+
+    def _alone(self, messages: Sequence[Message]) -> str:
+        return self._render(messages, False)
+
+    def _behind_header(self, number: int) -> str:
+        """What the model has to write where the template, with the turn there, renders what stands before it otherwise
+        than for its prompt: what follows the turn's header, which is what a generation prompt adds."""
+        context, whole = self.text(number, prompt=True), self.text(number + 1)
+        header = context[_alike(context, self.text(number)) :]
+        marked = self._alone([*self.messages[:number], marked_message(self.messages[number], MARK)])
+        first = marked.find(MARK)
+        start = marked.rfind(header, 0, first) if header and first >= 0 else -1
+        if start < 0 or whole[: start + len(header)] != marked[: start + len(header)]:
+            raise UnclearTurn(_why_unclear(number, context, whole))
+        return whole[start + len(header) :]
+
+
+def _alike(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _why_unclear(number: int, context: str, whole: str) -> str:
+    shared = _alike(context, whole)
+    return (
+        f"message {number} can't be trained as it is generated: the prompt for it ends with {context[-SHOWN:]!r}, and "
+        f"with the message there the chat template goes on with {whole[max(shared - 10, 0) : shared + SHOWN]!r} and "
+        "never writes what the prompt has opened. Give a chat template or chat_template_kwargs whose prompt goes with "
+        "the messages (such as enable_thinking=False for answers without thoughts), or set turns='whole'."
+    )
+
+
+def encode_turns(
+    turns: Sequence[Turn], encode: Callable[[list[str]], list[list[int]]], anchor: str
+) -> list[tuple[list[int], list[int]]]:
+    """The token ids of contexts and of targets.
+
+    Args:
+        encode: from texts to token ids, without special tokens around them.
+        anchor: the text of a special token, behind which a target is encoded where it would merge with its context;
+            tokenizers may encode the beginning of a text in another way. Empty for none.
+    """
+    texts = [text for turn in turns for text in (turn.context, turn.context + turn.target)]
+    encoded = encode(texts) if texts else []
+    contexts, joint = encoded[::2], encoded[1::2]
+    pairs = [(context, ids[len(context) :]) for context, ids in zip(contexts, joint, strict=True)]
+    merging = [n for n, context in enumerate(contexts) if joint[n][: len(context)] != context]
+    if merging:
+        before, *apart = encode([anchor, *(anchor + turns[n].target for n in merging)])
+        for number, ids in zip(merging, apart, strict=True):
+            pairs[number] = (contexts[number], ids[len(before) :])
+    return pairs
+
+
+def rounds_of(turns: Sequence[tuple[list[int], list[int]]], whole: list[int]) -> list[Round]:
+    """The rows of a conversation, from contexts and targets of its turns: one for each turn, but that a turn is part
+    of another's row where that row begins with it.
+
+    Args:
+        whole: the tokens of the conversation as it stands, which is the row where that begins with all turns.
+    """
+    rows = [Round(context + target, [(len(context), len(context) + len(target))]) for context, target in turns]
+    kept: list[Round] = []
+    for row in sorted(rows, key=lambda each: -len(each.token_ids)):
+        home = next((each for each in kept if each.token_ids[: len(row.token_ids)] == row.token_ids), None)
+        if home is None:
+            kept.append(row)
+        else:
+            home.turns.extend(row.turns)
+    if not kept or (len(kept) == 1 and whole[: len(kept[0].token_ids)] == kept[0].token_ids):
+        return [Round(whole, sorted(turn for row in kept for turn in row.turns))]
+    return [row for row in rows if any(row is each for each in kept)]

@@ -1,0 +1,285 @@
+"""Prepared conversations whose turns are trained as they are generated: a row of the dataset, in several segments."""
+
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from lowtide import SFTConfig, SFTTrainer
+from lowtide.data.encode.chat import ChatEncoder
+from lowtide.data.formats.reading import ChatSample, RowPlace
+from lowtide.data.prepare import PrepareOptions, prepare
+from lowtide.engine.forward import install, score
+from lowtide.ragged import RaggedBatch
+from tests.support.texts.chatml import CHATML
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Earlier thoughts are dropped, as by Qwen3's."""
+
+
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+def talk(rounds, *, thoughts=True, start=0):
+    messages = []
+    for number in range(start, start + rounds):
+        more = {"reasoning_content": f"I add {number}"} if thoughts else {}
+        messages += [said("user", f"And {number}?"), said("assistant", f"It is {number}.", **more)]
+    return messages
+
+
+TALKS = [talk(3), talk(1, start=7), talk(2, start=4)]
+
+
+def run(talks, tokenizer, *, packing=False, stream=False, **options):
+    rows = Dataset.from_list([{"messages": each} for each in talks])
+    options = {"assistant_only_loss": True, "vocab_size": 1000, **options}
+    given = rows.to_iterable_dataset() if stream else rows
+    return prepare(given, tokenizer, PrepareOptions(**options), batch_size=2, packing=packing)
+
+
+def segments(row):
+    """The (input_ids, labels) of each segment, up to its last label."""
+    ends = np.cumsum(row.get("seq_lengths") or [len(row["input_ids"])])
+    assert ends[-1] == len(row["input_ids"]) == len(row["labels"])
+    found = []
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        last = max(place for place in range(start, end) if row["labels"][place] != -100) + 1
+        found.append((row["input_ids"][start:last], row["labels"][start:last]))
+    return found
+
+
+def scored(tokenizer, labels):
+    return tokenizer.decode([label for label in labels if label != -100])
+
+
+def one_a_turn(tokenizer, messages):
+    """A row a turn, each from two plain renderings."""
+    found = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True, tokenize=False)
+        whole = tokenizer.apply_chat_template(messages[: number + 1], tokenize=False)
+        assert whole.startswith(prompt)
+        assert whole.endswith("<|im_end|>\n")
+        texts = [prompt, whole[len(prompt) :].removesuffix("\n")]
+        context, target = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+        found.append((context + target, [-100] * len(context) + target))
+    return found
+
+
+@pytest.fixture
+def thinking(tokenizer):
+    tokenizer.chat_template = THINKING
+    return tokenizer
+
+
+def test_a_conversation_is_one_row_with_a_segment_for_each_turn(thinking):
+    dataset, ledger = run(TALKS, thinking)
+    assert len(dataset) == ledger.rows == 3
+    assert [segments(row) for row in dataset] == [one_a_turn(thinking, each) for each in TALKS]
+    assert scored(thinking, dataset[1]["labels"]) == "<think>\nI add 7\n</think>\n\nIt is 7.<|im_end|>"
+    assert ledger.tokens == sum(len(row["input_ids"]) for row in dataset)
+
+
+def test_turns_that_the_past_keeps_are_one_row_of_the_same_tokens_as_the_whole(tokenizer):
+    talks = [talk(3, thoughts=False), [said("system", "Be brief."), *talk(2, thoughts=False), said("user", "Thanks")]]
+    own, _ = run(talks, tokenizer)
+    whole, _ = run(talks, tokenizer, turns="whole")
+    assert own.column_names == ["input_ids", "labels"]
+    assert own["input_ids"][:] == whole["input_ids"][:]
+    assert [scored(tokenizer, row["labels"]) for row in own] == [
+        "It is 0.<|im_end|>It is 1.<|im_end|>It is 2.<|im_end|>",
+        "It is 0.<|im_end|>It is 1.<|im_end|>",
+    ]
+    for mine, all_of_it in zip(own, whole, strict=True):  # the line break behind an end is never written
+        pairs = [(a, b) for a, b in zip(mine["labels"], all_of_it["labels"], strict=True) if a != b]
+        assert {(a, tokenizer.decode([b])) for a, b in pairs} == {(-100, "\n")}
+
+
+def test_a_stream_has_the_same_rows(thinking):
+    dataset, _ = run(TALKS, thinking)
+    stream, _ = run(TALKS, thinking, stream=True)
+    assert [segments(row) for row in stream] == [segments(row) for row in dataset]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+def test_packed_bins_hold_the_segments(thinking, stream, strategy):
+    expected = [each for messages in TALKS for each in one_a_turn(thinking, messages)]
+    longest = max(len(ids) for ids, _ in expected) + 1  # the line break behind a conversation of one turn
+    packed, _ = run(
+        TALKS, thinking, packing=True, stream=stream, packing_strategy=strategy, max_length=longest, shuffle=not stream
+    )
+    bins = [segments(row) for row in packed]
+    assert max(len(row["input_ids"]) for row in packed) <= longest
+    assert sorted(pair for each in bins for pair in each) == sorted(expected)
+
+
+def test_a_segment_that_loses_its_turn_to_a_limit_is_left_out(thinking):
+    expected = one_a_turn(thinking, TALKS[0])
+    most = sum(label == -100 for label in expected[2][1])  # the last turn's context, and nothing of what it says
+    dataset, ledger = run(TALKS[:1], thinking, max_length=most)
+    assert segments(dataset[0]) == [tuple(each[:most] for each in pair) for pair in expected[:2]]
+    assert ledger.tokens_cut == sum(len(ids) for ids, _ in expected) - len(dataset[0]["input_ids"])
+    short, ledger = run(TALKS[:1], thinking, max_length=len(expected[0][0]))
+    assert segments(short[0])[0] == expected[0]
+    assert ledger.tokens + ledger.tokens_cut == sum(len(ids) for ids, _ in expected)
+
+
+def test_prompts_and_completions_score_turns_of_the_completion(thinking):
+    rows = Dataset.from_list([{"prompt": each[:-1], "completion": each[-1:]} for each in TALKS])
+    options = PrepareOptions(assistant_only_loss=True, vocab_size=1000)
+    dataset, _ = prepare(rows, thinking, options, batch_size=2, packing=False)
+    assert [segments(row) for row in dataset] == [one_a_turn(thinking, each)[-1:] for each in TALKS]
+
+
+def test_the_loss_and_gradients_are_those_of_one_forward_a_turn(thinking):
+    dataset, _ = run(TALKS, thinking)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(thinking), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).to(torch.float64)
+    plain = copy.deepcopy(model)
+    total, count = 0, 0
+    for messages in TALKS:
+        for ids, labels in one_a_turn(thinking, messages):
+            logits = plain(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+            wanted = torch.tensor(labels[1:])
+            places = (wanted != -100).nonzero().flatten()
+            total = total - logits[places, wanted[places]].sum()
+            count += len(places)
+    (total / count).backward()
+    install(model)
+    found = score(model, RaggedBatch.from_rows(list(dataset)))
+    loss = -found.scored.mean()
+    loss.backward()
+    assert loss.item() == pytest.approx((total / count).item(), abs=1e-9)
+    for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def renders(tokenizer, monkeypatch, messages):
+    """How often a conversation is rendered, once another of its form has been."""
+    encoder = ChatEncoder(tokenizer)
+    turns = [number for number, each in enumerate(messages) if each["role"] == "assistant"]
+    place = RowPlace("data", [0])
+    encoder.encode_rounds([ChatSample(messages)], [turns], place)
+    made = []
+    plain = type(tokenizer).apply_chat_template
+    monkeypatch.setattr(
+        type(tokenizer), "apply_chat_template", lambda *args, **more: made.append(1) or plain(*args, **more)
+    )
+    encoder.encode_rounds([ChatSample(messages)], [turns], place)
+    return len(made)
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+def test_a_turn_is_rendered_twice_whatever_the_template(tokenizer, monkeypatch, template):
+    tokenizer.chat_template = template
+    assert renders(tokenizer, monkeypatch, talk(10)) == 20
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_are_one_field_under_each_of_its_names(tokenizer, name, read):
+    tokenizer.chat_template = THINKING.replace("reasoning_content", read)
+    messages = [said("user", "And?"), said("assistant", "It is.", **{name: "I add"})]
+    dataset, _ = run([messages], tokenizer)
+    assert scored(tokenizer, dataset[0]["labels"]) == "<think>\nI add\n</think>\n\nIt is.<|im_end|>"
+
+
+OPENING = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+
+
+def test_a_thought_that_the_prompt_opens_and_the_answer_never_has_is_refused(tokenizer):
+    tokenizer.chat_template = OPENING
+    problem = (
+        r"row 0 .*message 1 can't be trained as it is generated: the prompt .*assistant\\n<think>\\n'.* "
+        r"goes on with .*It is 0.*turns='whole'"
+    )
+    with pytest.raises(ValueError, match=problem):
+        run([talk(1, thoughts=False)], tokenizer)
+
+
+NEXT_ENDS = (
+    "{% for m in messages %}{{ '<|im_end|>' if m.role == 'user' else '<|im_start|>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+def test_an_end_that_the_next_message_begins_with_is_scored(tokenizer, caplog):
+    tokenizer.chat_template = NEXT_ENDS
+    dataset, _ = run([talk(2, thoughts=False)], tokenizer)
+    assert dataset.column_names == ["input_ids", "labels"]
+    assert scored(tokenizer, dataset[0]["labels"]) == "It is 0.<|im_end|>It is 1.<|im_end|>"
+    assert tokenizer.decode(dataset[0]["input_ids"]).endswith("It is 1.<|im_end|>")
+    assert "does not learn to stop" not in caplog.text
+
+
+@pytest.mark.parametrize("stop_ids", [(), (2,)])
+def test_a_template_without_a_stop_token_is_told_once(tokenizer, caplog, stop_ids):
+    tokenizer.eos_token = "<|endoftext|>"
+    with caplog.at_level(logging.WARNING):
+        dataset, _ = run([talk(2, thoughts=False)] * 3, tokenizer, stop_ids=stop_ids)
+    assert caplog.text.count("writes no token at which generation stops ('<|endoftext|>')") == (not stop_ids)
+    assert scored(tokenizer, dataset[0]["labels"]).startswith("It is 0.<|im_end|>")
+
+
+def test_what_a_message_says_does_not_end_its_turn(tokenizer):
+    """The words of a stop token within an answer are not its end."""
+    tokenizer.chat_template = THINKING
+    messages = [said("user", "And?"), said("assistant", "Write <|im_end|> there.", reasoning_content="<|im_end|>?")]
+    dataset, _ = run([messages], tokenizer)
+    target = "<think>\n<|im_end|>?\n</think>\n\nWrite <|im_end|> there.<|im_end|>"
+    assert scored(tokenizer, dataset[0]["labels"]) == target
+
+
+def test_other_turns_are_prepared_anew(thinking):
+    plain = [talk(2, thoughts=False)]
+    thinking.chat_template = CHATML
+    counts = [run(plain, thinking, turns=turns)[1].scored_tokens for turns in ("as_generated", "whole", "as_generated")]
+    assert counts[0] == counts[2] == counts[1] - 2
+
+
+def test_unknown_turns_are_refused():
+    with pytest.raises(ValueError, match="turns is 'each'; it must be one of as_generated, whole"):
+        PrepareOptions(turns="each")
+
+
+def test_a_step_of_the_trainer_takes_whole_conversations(thinking, tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(thinking), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    rows = [pair for messages in TALKS for pair in one_a_turn(thinking, messages)]
+    with torch.no_grad():
+        losses = [model(torch.tensor([ids]), labels=torch.tensor([labels])).loss for ids, labels in rows]
+    counts = [sum(label != -100 for label in labels) for _, labels in rows]
+    args = SFTConfig(
+        tmp_path, assistant_only_loss=True, per_device_train_batch_size=3, num_train_epochs=1, logging_steps=1,
+        report_to=[], save_strategy="no", use_cpu=True, bf16=False, learning_rate=0.0,
+    )  # fmt: skip
+    data = Dataset.from_list([{"messages": each} for each in TALKS])
+    trainer = SFTTrainer(model, args, train_dataset=data, processing_class=thinking)
+    trainer.train()
+    assert trainer.state.global_step == 1
+    expected = sum(loss.item() * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, abs=2e-4)

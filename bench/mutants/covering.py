@@ -15,8 +15,8 @@ from .warm import Recorder, run_tests
 
 LEFT_OUT = ("gpu", "with_vllm", "with_others", "packaging", "faults", "docs_site", "support", "ranks")
 """Folders of tests that want another machine or environment, or are no tests."""
-MOST_SECONDS = 300
-"""Of the tests of one file, under coverage."""
+MOST_SECONDS = 150
+"""Of CPU time, of the tests of one file under coverage."""
 
 
 def files_of_tests(root: Path) -> list[str]:
@@ -119,11 +119,20 @@ class Covered:
     seconds: dict[str, float]
 
     def of(self, change: Change) -> list[str]:
-        """The tests that run a change, the quickest first.
+        """The tests that run a change: first those written for its file, then those for its package, then the others; of
+        each the quickest first.
 
         A line outside of functions runs when its module is imported: all tests that run anything of the module count.
         """
         of_module = {line: tests for (path, line), tests in self.lines.items() if path == change.path}
         own = [of_module.get(line, set()) for line in range(change.first, change.last + 1)]
         found = set().union(*(own if change.in_function else of_module.values()))
-        return sorted(found, key=lambda test: (self.seconds[test], test))
+        return sorted(found, key=lambda test: (_distance(test, change.path), self.seconds[test], test))
+
+
+def _distance(test: str, source: str) -> int:
+    """How far the file of a test lies from a file of the source."""
+    file, path = Path(test.split("::")[0]), Path(source)
+    if file.stem == f"test_{path.stem}":
+        return 0
+    return 1 if file.parts[1:2] == path.parts[2:3] else 2

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -32,7 +33,7 @@ from typing import Any
 
 from .changes import PACKAGES, Change, sample
 from .covering import MOST_SECONDS, Covered, Covering, traced
-from .warm import FAILED, TOO_LONG, Recorder, in_fork, run_tests, warm_up
+from .warm import ENDED, FAILED, TOO_LONG, Recorder, in_fork, run_tests, warm_up
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/mutants"
@@ -42,20 +43,23 @@ SURVIVED, NOT_COVERED = "survived", "not covered"
 CAUGHT = (FAILED, TOO_LONG)
 FILES_AT_ONCE = 4
 """Of tests in one session of pytest: the next begins only where none failed."""
-SLACK, SLOWER = 60, 6
-"""A change has so many seconds, and so many times those that its tests took under coverage."""
+SLACK, SLOWER = 30, 3
+"""A change has so many seconds of CPU time, and so many times those that its tests took under coverage."""
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     changes = [each for each in sample(ROOT, options.count, options.seed) if options.only in each.key]
     FOLDER.mkdir(parents=True, exist_ok=True)
+    if importlib.util.find_spec("coverage") is None:
+        raise SystemExit("coverage is needed, which lines a test runs cannot be told without it: pip install coverage")
     warm_up()
     covering = Covering(ROOT, FOLDER / "covers")
     missing = [each for each in covering.missing() if each.startswith(tuple(options.tests))]
     trees = [_tree(number) for number in range(options.workers)]
     for file, found in _over(trees, missing, _trace):
-        covering.note(file, found)
+        if found.get("outcome") != ENDED:
+            covering.note(file, found)
         outcomes = Counter(test["outcome"] for test in found.get("tests", {}).values())
         print(f"{file}: {dict(outcomes) or found.get('outcome', 'no fast test')}", flush=True)
     if not options.only_trace:
@@ -75,7 +79,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="changes that have this text in their file or lines")
     parser.add_argument("--tests", nargs="*", default=["tests/"], help="beginnings of the paths of tests to run")
     parser.add_argument(
-        "--most-seconds", type=float, default=120, help="of the tests of a change, as coverage timed them"
+        "--most-seconds", type=float, default=40, help="of CPU time of the tests of a change, as coverage timed them"
     )
     parser.add_argument("--again", action="store_true", help="run those that survived once more")
     parser.add_argument("--only-trace", action="store_true", help="find which tests run which lines, and end")

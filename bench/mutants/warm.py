@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import resource
 import signal
@@ -44,8 +45,10 @@ ENVIRONMENT = {
 }
 MOST_BYTES = 8 << 30
 """Of a fork: a changed loop may add to a list for ever."""
-LONGEST_TEST = 60
-"""Seconds after which a test has failed."""
+LONGEST_TEST = 120
+"""Seconds after which a test has failed, as the clock counts them: one that waits for ever uses no CPU time."""
+WAITING = 4
+"""A fork has so many times its CPU time to come to its end: it shares the machine, and may wait."""
 OWN = ("lowtide", "tests", "bench")
 FAILED, TOO_LONG, ENDED = "failed", "too long", "ended"
 
@@ -63,21 +66,25 @@ def in_fork(tree: Path, work: Callable[[], dict[str, Any]], seconds: float, *, o
     """What some work in a copy of the tree returns; `{"outcome": ...}` where it did not come to its end.
 
     Args:
+        seconds: of CPU time, which a busy machine does not use up.
         original: whether the tree is unchanged; compiled files are kept then.
     """
     answer = tree.parent / f"{tree.name}.answer"
     answer.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 5))
         _work(tree, work, answer, original)
-    until = time.monotonic() + seconds
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
+    until = time.monotonic() + WAITING * seconds
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
         if time.monotonic() > until:
             _end(child)
             os.waitpid(child, 0)
             return {"outcome": TOO_LONG}
         time.sleep(0.02)
     _end(child)
+    if os.WIFSIGNALED(ended[1]) and os.WTERMSIG(ended[1]) == signal.SIGXCPU:
+        return {"outcome": TOO_LONG}
     return json.loads(answer.read_text()) if answer.exists() else {"outcome": ENDED}
 
 
@@ -118,8 +125,14 @@ def run_tests(files: Sequence[str], plugin: object, *, first_failure: bool) -> i
     """Runs the fast tests of some files in this process; returns pytest's status."""
     import pytest
 
-    words = [*files, "-m", "not slow", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--strict-markers", "-n", "0"]
+    # In brackets, since `not slow` alone fails tests of more than some seconds, and coverage makes tests slower.
+    words = [*files, "-m", "(not slow)", "-o", "addopts=", "-q", "-p", "no:cacheprovider", "--strict-markers", "-n", "0"]
     return int(pytest.main([*words, *(["-x"] if first_failure else [])], plugins=[plugin]))
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process, and of those children of it that have ended."""
+    return sum(os.times()[:4])
 
 
 def _give_up(*_: object) -> None:
@@ -127,7 +140,7 @@ def _give_up(*_: object) -> None:
 
 
 class Recorder:
-    """A plugin of pytest: keeps the tests that are wanted, and notes how each came out and how long it took.
+    """A plugin of pytest: keeps the tests that are wanted, and notes how each came out and its CPU time.
 
     Args:
         wanted: tests by their ids; None for all.
@@ -138,6 +151,7 @@ class Recorder:
         self.wanted, self.begins = wanted, begins
         self.outcomes: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
+        self.began = 0.0
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.wanted is not None:
@@ -145,15 +159,16 @@ class Recorder:
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.begins(nodeid)
+        self.began = cpu_seconds()
         signal.signal(signal.SIGALRM, _give_up)
         signal.alarm(LONGEST_TEST)
 
-    def pytest_runtest_logfinish(self) -> None:
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
         signal.alarm(0)
+        self.seconds[nodeid] = cpu_seconds() - self.began
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid
-        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
         if self.outcomes.get(name, "passed") == "passed":
             self.outcomes[name] = report.outcome
 

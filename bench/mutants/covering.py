@@ -119,8 +119,7 @@ class Covered:
     seconds: dict[str, float]
 
     def of(self, change: Change) -> list[str]:
-        """The tests that run a change: first those written for its file, then those for its package, then the others; of
-        each the quickest first.
+        """The tests that run a change: first those of its file, then those of its package, and of each the quickest.
 
         A line outside of functions runs when its module is imported: all tests that run anything of the module count.
         """

@@ -126,19 +126,7 @@ def run_tests(files: Sequence[str], plugin: object, *, first_failure: bool) -> i
     import pytest
 
     # In brackets, since `not slow` alone fails tests of more than some seconds, and coverage makes tests slower.
-    words = [
-        *files,
-        "-m",
-        "(not slow)",
-        "-o",
-        "addopts=",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--strict-markers",
-        "-n",
-        "0",
-    ]
+    words = [*files, "-m", "(not slow)", *"-o addopts= -q -p no:cacheprovider --strict-markers -n 0".split()]
     return int(pytest.main([*words, *(["-x"] if first_failure else [])], plugins=[plugin]))
 
 

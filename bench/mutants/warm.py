@@ -45,6 +45,7 @@ ENVIRONMENT = {
 }
 MOST_BYTES = 8 << 30
 """Of a fork: a changed loop may add to a list for ever."""
+QUIETLY = ["-o", "addopts=", "-q", "-p", "no:cacheprovider", "--strict-markers", "-n", "0"]
 LONGEST_TEST = 120
 """Seconds after which a test has failed, as the clock counts them: one that waits for ever uses no CPU time."""
 WAITING = 4
@@ -126,7 +127,7 @@ def run_tests(files: Sequence[str], plugin: object, *, first_failure: bool) -> i
     import pytest
 
     # In brackets, since `not slow` alone fails tests of more than some seconds, and coverage makes tests slower.
-    words = [*files, "-m", "(not slow)", *"-o addopts= -q -p no:cacheprovider --strict-markers -n 0".split()]
+    words = [*files, "-m", "(not slow)", *QUIETLY]
     return int(pytest.main([*words, *(["-x"] if first_failure else [])], plugins=[plugin]))
 
 

@@ -56,3 +56,27 @@ def test_the_better_completion_of_a_pair_is_preferred():
     )
     equal = layout.learning.learn(rewarded([1.0] * 6, 2), options)
     assert equal.row_values[PREFERENCE].tolist() == [1, -1] * 3
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_pairs_are_rows_whose_chosen_completion_comes_first(sharing):
+    """The second was preferred of the first pair and of the second, and none of the third."""
+    layout: Any = ONLINE_DPO.rows
+    known = rewarded([1.0, 2.0, 1.0, 4.0, math.nan, 5.0], 2)
+    rollout = known.rollout
+    for number, each in enumerate(rollout.completions):
+        each.token_ids[:] = [10 + number] * LENGTHS[number]
+    rollout.row_values.update(layout.learning.learn(known, OnlineDPOOptions(beta=[0.25, 0.5])).row_values)
+    batch = layout.learning.batch(rollout, [2, 0, 1], sharing=sharing)
+    order = [4, 5, 1, 0, 3, 2]
+    prompt = [] if sharing else [5, 6]
+    expected = [[*prompt, *[10 + number] * LENGTHS[number]] for number in order]
+    segments = [batch.token_ids[each.start : each.stop].tolist() for each in batch.segments]
+    assert [each for each in segments if each != [5, 6]] == expected
+    assert len(segments) == (9 if sharing else 6)
+    assert {name: values.tolist() for name, values in batch.row_values.items()} == {
+        "lengths": [[5, 2], [1, 3], [2, 4]],
+        "decided": [False, True, True],
+        "beta": [0.25] * 3,
+        "reward": [[0.0, 5.0], [2.0, 1.0], [4.0, 1.0]],
+    }

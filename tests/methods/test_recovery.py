@@ -105,11 +105,13 @@ def test_a_failed_step_is_repeated_with_half_the_budget(name, place):
     assert all(torch.equal(found[n], g) for n, g in gradients(never_failed).items())
 
 
-def test_one_row_that_does_not_fit_stops_the_run_and_says_what_to_change():
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_one_row_that_does_not_fit_stops_the_run_and_says_where_and_what_to_change(place, number):
     model = build()
     model.model.layers[0].self_attn.attention_dropout = 0.1  # with which rows are not run in pieces
-    always = functools.partial(out_of_memory, model, "forward")
-    with always(0), pytest.raises(OutOfMemory, match=r"in forward .* one row of [0-9]+ tokens, .*`max_length`"):
+    said = rf"in {place} of micro-batch {number} .1 row.* one row of [0-9]+ tokens, .*`max_length`"
+    with out_of_memory(model, place, number), pytest.raises(OutOfMemory, match=said):
         surviving_step(Models(model), texts(), NLL, limits=Limits(rows=1), totals=Totals())
 
 

@@ -61,7 +61,8 @@ def test_rows_without_memory_launch_no_kernel():
 @pytest.mark.parametrize(
     ("dtype", "masked", "capability", "heads"),
     [
-        (torch.bfloat16, False, (9, 0), 2),
+        (torch.bfloat16, False, (8, 0), 2),
+        (torch.float16, False, (9, 0), 2),
         (torch.bfloat16, True, (9, 0), 4),
         (torch.float32, False, (9, 0), 4),
         (torch.float16, False, (7, 5), 4),

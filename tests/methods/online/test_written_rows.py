@@ -15,6 +15,7 @@ from lowtide.methods.online import learning
 from lowtide.methods.online.grpo import GRPOOptions
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Rewarded
 from lowtide.methods.online.online_dpo import Preferred
+from lowtide.methods.online.ppo import moments
 from lowtide.methods.online.rollouts import LongestGroups
 from lowtide.rollout.generators.generator import Completion, Sampling
 from lowtide.rollout.rollout import Rollout
@@ -104,3 +105,13 @@ def test_a_step_counts_the_tokens_of_all_ranks_and_takes_the_advantages_of_its_o
     assert found.row_values[ADVANTAGE].tolist() == [-1.0, 1.0, 0.0, 0.0]
     assert found.row_values[WINDOW_TOKENS].tolist() == [(sum(LENGTHS) + 30) / 2] * 4
     assert found.metrics == {"frac_reward_zero_std": 1 / 4}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_moments_are_those_of_the_tokens_that_take_part(count):
+    values, alone = torch.tensor([2.5, -1.0, 4.0, 0.5, 7.0, 100.0], dtype=torch.float64), rewarded([1.0] * 8)
+    taking_part = torch.arange(6) < count
+    wanted = values[:count]
+    expected = (wanted.mean().item() if count else 0.0, wanted.var().item() if count > 1 else 0.0)
+    assert moments(values, taking_part, alone) == pytest.approx(expected)
+    assert moments(torch.full_like(values, 0.1), taking_part, alone) == (0.1 if count else 0.0, 0.0)

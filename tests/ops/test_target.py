@@ -94,3 +94,14 @@ def test_repeated_keys_give_the_same_numbers_and_gradients():
         repeated = grouped_attention(q, k, v, plan, Rules(0.25))
     torch.testing.assert_close(repeated, shared)
     torch.testing.assert_close(torch.autograd.grad(repeated.square().sum(), (q, k, v)), wanted)
+
+
+def test_the_ends_of_rows_are_read_without_a_kernel():
+    """The target's logit, where its column is among these, and the largest."""
+    torch.manual_seed(0)
+    logits, target = torch.randn(4, 9) * 3, torch.tensor([0, 3, -1, 8])
+    chosen, top = TritonRows(logits, target, Projection(scale=0.5, softcap=2.0, temperature=0.7), split=True).ends()
+    expected = 2.0 * torch.tanh(logits * 0.5 / 2.0) / 0.7
+    torch.testing.assert_close(top, expected.amax(1))
+    here = target >= 0
+    torch.testing.assert_close(chosen[here], expected[here].gather(1, target[here, None])[:, 0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from lowtide.step.heaviest import check_positions, heaviest_batch, heaviest_rows, longest_row, row_lengths
+from lowtide.data.batches.heaviest import check_positions, heaviest_batch, heaviest_rows, longest_row, row_lengths
 
 
 def rows(*lengths: int) -> list[list[int]]:

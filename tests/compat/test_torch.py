@@ -359,3 +359,9 @@ def test_torchs_varlen_attention_has_the_arguments_that_are_given_by_position():
         found = inside.cuda_flash_backward(out, query, key, value, out, lse, True, 0.5)
     assert lse.shape == (4, 9)
     assert [each.shape for each in found] == [query.shape, key.shape, value.shape]
+
+
+def test_modes_of_the_compiler_are_listed():
+    assert {"default", "reduce-overhead", "max-autotune"} <= {*inside.compile_modes()}
+    with pytest.raises(RuntimeError, match="Unrecognized mode"):
+        torch.compile(lambda x: x, mode="quick")(torch.zeros(1))

@@ -11,6 +11,7 @@ from peft import LoraConfig
 
 import lowtide
 from lowtide.demo.model import make_model, make_tokenizer
+from lowtide.step.rank_sync import OutOfMemory
 
 ROWS = Dataset.from_list([{"text": f"{n} + {n} = {2 * n}"} for n in range(4)])
 
@@ -41,6 +42,8 @@ def trainer(folder: Path, options: dict[str, Any] | None = None, **given: Any) -
             {"peft_config": LoraConfig(target_modules=["q_proj"], rank_pattern={"(": 3})},
             r"rank_pattern: '\(' is no reg",
         ),
+        ({"peft_config": LoraConfig(target_modules=[])}, "target_modules names no modules"),
+        ({"peft_config": LoraConfig(target_modules="")}, "target_modules names no modules"),
         ({"peft_config": LoraConfig(modules_to_save="lm_head")}, "modules_to_save='lm_head' must be a list"),
         ({"eval_dataset": {}}, "eval_dataset is a mapping without a dataset"),
         ({"compute_loss_func": "x"}, "compute_loss_func must be a function"),
@@ -51,6 +54,11 @@ def trainer(folder: Path, options: dict[str, Any] | None = None, **given: Any) -
 def test_an_argument_that_means_nothing_is_refused(given, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **given)
+
+
+def test_a_rank_of_more_numbers_than_can_be_counted_is_said_to_be_too_large(tmp_path):
+    with pytest.raises(OutOfMemory, match=r"out of memory while making the adapters: .* Lower their rank `r`"):
+        trainer(tmp_path, peft_config=LoraConfig(target_modules=["q_proj"], r=2**62))
 
 
 def test_modules_that_peft_trains_whole_by_itself_are_no_fault(tmp_path):
@@ -80,3 +88,38 @@ def test_a_metric_that_no_evaluation_has_is_named(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "bleu"}
     with pytest.raises(ValueError, match=r"`metric_for_best_model` .* 'eval_bleu', which is not found"):
         trainer(tmp_path, options, eval_dataset=ROWS).train()
+
+
+@pytest.mark.parametrize(
+    ("optim", "given", "message"),
+    [
+        ("adamw_torch", "momentum=0.5", "optim='adamw_torch' does not look at momentum"),
+        ("adamw_torch_fused", "amsgrad=true,foreach=false", "does not look at amsgrad, foreach"),
+        ("sgd", "momentum=0.5,nowhere=1", "optim='sgd' does not look at nowhere"),
+        ("adafactor", "scale_parameter=true", "optim='adafactor' does not look at scale_parameter"),
+        ("sgd", "momentum=0.5,nesterov=true", ""),
+        ("rmsprop", "alpha=0.9", ""),
+    ],
+)
+def test_arguments_that_an_optimizer_does_not_look_at_are_warned_of(optim, given, message, tmp_path, caplog):
+    trainer(tmp_path, {"optim": optim, "optim_args": given})
+    said = [each.getMessage() for each in caplog.records if "optim_args" in each.getMessage()]
+    assert (len(said) == 1 and message in said[0]) if message else not said
+
+
+def test_a_value_that_an_optimizer_cannot_take_names_its_option(tmp_path):
+    with pytest.raises(ValueError, match="optim_args='alpha=x' does not go with optim='rmsprop': could not convert"):
+        trainer(tmp_path, {"optim": "rmsprop", "optim_args": "alpha=x"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"torch_compile_mode": "quick"}, "torch_compile_mode='quick' is not one of default, "),
+        ({"optim_args": "a=b=c"}, "optim_args='a=b=c' must be of the form"),
+        ({"num_train_epochs": 1e300}, "num_train_epochs=1e\\+300 must be above 0 and at most 1000000000"),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **options)

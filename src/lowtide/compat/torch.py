@@ -608,6 +608,13 @@ PARTITIONED = ("inductor", "aot_eager")
 """Backends of the compiler that choose what a graph keeps for backward, and so can follow a budget."""
 
 
+def compile_modes() -> list[str]:
+    """The modes of inductor, which `torch.compile` looks at only once it is called."""
+    from torch._inductor import list_mode_options
+
+    return list(list_mode_options())
+
+
 def activation_budget(share: float) -> contextlib.AbstractContextManager:
     """While it lasts, graphs that are compiled keep at most a share of what they would for backward, and compute the
     rest again. torch has the setting in a private module, and no argument of `torch.compile` for it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import torch
 import transformers.trainer
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_optimizer import _parse_optim_args
 
 
 class _AsTrainer:
@@ -45,14 +47,33 @@ def groups_as_on_one_rank() -> Iterator[None]:
         yield
 
 
-def missing_package(args: Any) -> Exception | None:
-    """What transformers says of a package that the optimizer of the options `args` is in, and that is not installed;
-    None if it is there. It asks for the optimizer's class, as the Trainer does once a model is loaded."""
+class _Read(UserDict):
+    """The arguments of `optim_args`, and which of them are read."""
+
+    def __init__(self, given: dict[str, str]) -> None:
+        super().__init__(given)
+        self.unread = set(given)
+
+    def __getitem__(self, name: str) -> str:
+        self.unread.discard(name)
+        return super().__getitem__(name)
+
+
+def tried_optimizer(args: Any) -> tuple[Exception | None, list[str]]:
+    """(why transformers finds no optimizer for the options `args`, None where it does; the names in `optim_args` that
+    it does not read). It asks for the optimizer's class, as the Trainer does once a model is loaded."""
     with torch.device("meta"):  # where no random numbers are drawn, which adapters begin with
         stand_in: Any = nn.Linear(1, 1)
+    read = _Read(_parse_optim_args(args.optim_args))
     try:
-        Trainer.get_optimizer_cls_and_kwargs(args, stand_in)
-    except Exception as error:  # what else is wrong is said when the optimizer is made
-        missing = isinstance(error, ImportError) or isinstance(error.__context__, ImportError)
-        return error if missing or "install" in str(error) else None
-    return None
+        with patch.object(transformers.trainer, "_parse_optim_args", lambda _: read):
+            Trainer.get_optimizer_cls_and_kwargs(args, stand_in)
+    except Exception as error:
+        return error, []
+    return None, sorted(read.unread)
+
+
+def is_missing_package(error: Exception) -> bool:
+    """Whether transformers says that a package is not installed."""
+    missing = isinstance(error, ImportError) or isinstance(error.__context__, ImportError)
+    return missing or "install" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from lowtide.compat.torch import FakeTensor
-from lowtide.compat.trainer_optimizers import missing_package, trainer_optimizer
+from lowtide.compat.trainer_optimizers import is_missing_package, trainer_optimizer, tried_optimizer
 from lowtide.engine.weights.load_errors import to_install
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.file_states import FileStates
@@ -51,6 +52,8 @@ BY_NUMBER = (
 """Those whose step of a number depends on nothing but its own gradients."""
 KNOWN: dict[type, str] = {torch.optim.AdamW: "adamw_torch", torch.optim.Adam: "adamw_torch"}
 """Optimizers that are passed, by the name of one with the same states."""
+
+logger = logging.getLogger(__name__)
 
 
 def own_optimizer(args: Any, model: nn.Module) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -105,14 +108,22 @@ def check_optimizer_name(name: str) -> None:
 
 
 def check_package(args: Any) -> None:
-    """Refuses an optimizer of a package that is not installed, before a model is loaded.
+    """Refuses an optimizer of a package that is not installed, and values of `optim_args` that it cannot take, before a
+    model is loaded; warns of those that it does not look at.
 
     Raises:
-        ValueError: names the package and how to install it.
+        ValueError: names the package and how to install it, or the value.
     """
     name = optimizer_name(args)
-    if name not in NAMES and (missing := missing_package(args)) is not None:
-        raise ValueError(f"optim={name!r} needs a package that is not installed: {to_install(missing)}")
+    if name in NAMES:
+        return
+    error, unread = tried_optimizer(args)
+    if error is not None and is_missing_package(error):
+        raise ValueError(f"optim={name!r} needs a package that is not installed: {to_install(error)}")
+    if isinstance(error, ValueError) and args.optim_args:
+        raise ValueError(f"optim_args={args.optim_args!r} does not go with optim={name!r}: {error}") from error
+    if unread:
+        logger.warning(f"optim_args={args.optim_args!r}: optim={name!r} does not look at {', '.join(unread)}")
 
 
 def check_sharded(model: nn.Module, args: Any) -> None:

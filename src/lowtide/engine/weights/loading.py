@@ -230,8 +230,8 @@ def _outside_experts(model: PreTrainedModel) -> list[str]:
 
 
 def check_adapters(*configs: Any) -> None:
-    """Refuses PEFT configurations of virtual tokens that need more than the rows, or whose modules are named by an
-    expression that is none.
+    """Refuses PEFT configurations of virtual tokens that need more than the rows, that name no modules, or name them by
+    an expression that is none.
 
     Raises:
         ValueError: naming the configuration, and what to take.
@@ -241,6 +241,12 @@ def check_adapters(*configs: Any) -> None:
             raise ValueError(
                 f"{type(config).__name__} puts virtual tokens before each row by what is known of its task: take "
                 "PromptTuningConfig, PromptEncoderConfig or PrefixTuningConfig, or LoraConfig and its kin"
+            )
+        named = getattr(config, "target_modules", None)
+        if named is not None and not named and not getattr(config, "target_parameters", None):
+            raise ValueError(
+                "target_modules names no modules, so that nothing would be adapted: name some, or leave it out for "
+                "those that PEFT adapts by default"
             )
         _check_expressions(config)
 

@@ -11,8 +11,10 @@ from safetensors import SafetensorError
 SIGNS = (
     *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "cannot allocate memory"),
     *("std::bad_alloc", "could not create a primitive", "could not create a memory"),
+    "storage size calculation overflowed",
 )
-"""What torch's allocators, cuBLAS, cuDNN, C++, oneDNN and the system say, where the error has no type of its own."""
+"""What torch's allocators, cuBLAS, cuDNN, C++, oneDNN and the system say, where the error has no type of its own; torch
+also of a tensor of more bytes than it can count."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

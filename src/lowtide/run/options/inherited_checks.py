@@ -18,6 +18,7 @@ from transformers.trainer_callback import EarlyStoppingCallback
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 
+from lowtide.compat.torch import compile_modes
 from lowtide.run.options.schedule import schedule_arguments
 from lowtide.spelling import nearest
 
@@ -49,20 +50,20 @@ def check_inherited(args: Any) -> None:
     given = args.accelerator_config
     if isinstance(given, Mapping):
         _refuse_unknown("accelerator_config", given, [each.name for each in dataclasses.fields(AcceleratorConfig)])
-    if args.optim_args and not all("=" in part for part in args.optim_args.split(",")):
+    if args.optim_args and not all(part.count("=") == 1 for part in args.optim_args.split(",")):
         raise ValueError(f"optim_args={args.optim_args!r} must be of the form 'name=value,name=value'")
     if args.dataloader_persistent_workers and not args.dataloader_num_workers:
         raise ValueError("dataloader_persistent_workers=True requires dataloader_num_workers above 0")
     check_steps(args)
     check_evaluation(args)
-    check_compiler(args.torch_compile_backend)
+    check_compiler(args.torch_compile_backend, args.torch_compile_mode)
     counted = args.include_num_input_tokens_seen
     if not isinstance(counted, bool) and counted not in COUNTED:
         raise ValueError(f"include_num_input_tokens_seen={counted!r} is not one of {', '.join(COUNTED)}")
 
 
-def check_compiler(backend: str | None) -> None:
-    """Refuses a backend of `torch.compile` that accelerate does not know.
+def check_compiler(backend: str | None, mode: str | None = None) -> None:
+    """Refuses a backend of `torch.compile` that accelerate does not know, and a mode that inductor does not.
 
     Raises:
         ValueError: naming the nearest.
@@ -72,6 +73,8 @@ def check_compiler(backend: str | None) -> None:
         raise ValueError(
             f"torch_compile_backend={backend!r} is not one of {', '.join(known)}{nearest(backend.lower(), known)}"
         )
+    if mode and (backend or "inductor").lower() == "inductor" and mode not in (modes := compile_modes()):
+        raise ValueError(f"torch_compile_mode={mode!r} is not one of {', '.join(modes)}{nearest(mode, modes)}")
 
 
 def check_trackers(report_to: Any) -> None:

@@ -6,7 +6,7 @@ fields, so that a number that a newer version adds is noticed.
 
 from __future__ import annotations
 
-from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, Range
 
 STEPS = Range(least=0, note="a number of steps or, below 1, a share of all steps")
 DECAY = Range(least=0, below=1)
@@ -17,7 +17,7 @@ INHERITED_RANGES: dict[str, Range] = {
     "per_device_train_batch_size": COUNT,
     "per_device_eval_batch_size": COUNT,
     "gradient_accumulation_steps": COUNT,
-    "num_train_epochs": POSITIVE,
+    "num_train_epochs": Range(above=0, most=10**9),
     "max_steps": Range(least=1, also=-1, note="-1 trains for num_train_epochs"),
     # optimizer and schedule
     "learning_rate": NOT_NEGATIVE,

@@ -35,6 +35,7 @@ from lowtide.rollout.conversations import Conversations, ToolUse
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
 from lowtide.rollout.images import PromptImages
 from lowtide.rollout.judges import JudgedPairs
+from lowtide.rollout.rewards.beside import LoggedBeside
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
@@ -42,6 +43,7 @@ from lowtide.rollout.rollout import Rollout
 from lowtide.run.writing import Writer, check_writes_after_images, seed_of
 from lowtide.step.rank_sync import RankSync
 from lowtide.step.runner import StepRunner
+from lowtide.users_functions import called_for_user
 
 logger = logging.getLogger(__name__)
 
@@ -223,8 +225,6 @@ class RolloutMaker:
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int, state: Any
     ) -> tuple[Made, Conversations | None]:
         """What this rank writes of its rows, rewarded; and its conversations, where tools are called."""
-        logged: dict[str, list[float]] = {}
-        extra: dict[str, list] = {}
         share = self._share(len(rows))
         *where, first = place
         rows, place = rows[share], (*where, first + share.start)
@@ -233,14 +233,15 @@ class RolloutMaker:
                 self.generator.sync(self.runner.model, version)
             rollout, conversations, extra_fields = self._written(rows, place, version)
         completed = self._completed(rows, rollout, conversations, extra_fields)
+        beside = LoggedBeside(len(completed))
         with self.runner.phases.during("reward"):
             rollout.rewards = self.rewards(
-                completed,
-                trainer_state=state,
-                log_extra=lambda name, values: extra.setdefault(name, []).extend(values),
-                log_metric=lambda name, value: logged.setdefault(name, []).append(float(value)),
+                completed, trainer_state=state, log_extra=beside.log_extra, log_metric=beside.log_metric
             )
-        return Made(rollout, completed.prompts, completed.completions, extra=extra, logged=logged), conversations
+        if self.options.log_completions:
+            beside.check()
+        logged = {"extra": beside.columns, "logged": beside.numbers}
+        return Made(rollout, completed.prompts, completed.completions, **logged), conversations
 
     def _written(
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int
@@ -286,10 +287,11 @@ class RolloutMaker:
         """What a user's `rollout_func` wrote, and what else it returned.
 
         Raises:
-            ValueError: it raised, or returned something else than as many completions.
+            ValueError: it returned something else than as many completions.
         """
         assert self.rollout_func is not None
-        given = self.rollout_func([row[PROMPT] for row in rows], self.trainer)
+        with called_for_user("rollout_func", self.rollout_func):
+            given = self.rollout_func([row[PROMPT] for row in rows], self.trainer)
         missing = [name for name in REQUIRED if name not in given]
         if missing:
             raise ValueError(

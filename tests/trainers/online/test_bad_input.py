@@ -66,6 +66,52 @@ def test_a_reward_that_is_none_stops_the_run_by_its_name(reward, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
 
 
+def logging_reward(*calls: tuple[str, Any, Any]) -> Any:
+    """A reward that also calls `log_extra` or `log_metric`."""
+
+    def logs(completions: list[Any], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        for function, name, value in calls:
+            {"log_extra": log_extra, "log_metric": log_metric}[function](name, value)
+        return [float(number) for number in range(len(completions))]
+
+    return logs
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (("log_extra", "said", ["x"]), r"log_extra\('said', ...\) got 1 values for 8 completions"),
+        (("log_extra", "said", ["x"] * 9), r"log_extra\('said', ...\) got 9 values for 8 completions"),
+        (("log_extra", "said", "8letters"), r"'logs': log_extra\('said', ...\) got a str: it takes a list"),
+        (("log_extra", "said", 3), r"'logs': log_extra\('said', ...\) got a int"),
+        (("log_extra", 3, ["x"] * 8), r"'logs': log_extra\(3, ...\): the name must be text"),
+        (("log_extra", "completion", ["x"] * 8), r"'logs': log_extra\('completion', ...\) would replace a column"),
+        (("log_metric", "share", "0.5"), r"'logs': log_metric\('share', '0.5'\): the value must be one number"),
+        (("log_metric", "share", None), r"'logs': log_metric\('share', None\): the value must be one number"),
+        (("log_metric", 3, 0.5), r"'logs': log_metric\(3, ...\): the name must be text"),
+    ],
+)
+def test_what_rewards_log_wrongly_is_refused_by_its_name(call, message, tmp_path):
+    trainer = online(tmp_path, log_completions=True, max_steps=1, arguments={"reward_funcs": logging_reward(call)})
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_a_column_may_be_logged_in_parts_and_is_checked_only_where_it_is_shown(tmp_path):
+    parts = [("log_extra", "said", ["x"])] * 8
+    whole = {"log_completions": True, "max_steps": 1}
+    online(tmp_path / "whole", **whole, arguments={"reward_funcs": logging_reward(*parts)}).train()
+    online(tmp_path / "short", max_steps=1, arguments={"reward_funcs": logging_reward(*parts[:1])}).train()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_is_warned_of(value, tmp_path, caplog):
+    calls = logging_reward(("log_metric", "share", value))
+    trainer = online(tmp_path, max_steps=1, arguments={"reward_funcs": calls})
+    trainer.train()
+    assert f"log_metric('share', {value}): the mean that is logged of it is no number" in caplog.text
+
+
 def test_no_reward_at_all(tmp_path):
     with pytest.raises(ValueError, match="No reward source provided: GRPOTrainer needs `reward_funcs`"):
         online(tmp_path, arguments={"reward_funcs": None})
@@ -100,6 +146,17 @@ def test_a_rollout_func_that_returns_something_else(answer, message, tmp_path):
     trainer = online(tmp_path, arguments={"rollout_func": lambda prompts, trainer: answer})
     with pytest.raises(ValueError, match=message):
         trainer.train()
+
+
+def test_a_rollout_func_that_raises_is_named_in_its_traceback(tmp_path):
+    def out_of_ideas(prompts, trainer):
+        raise KeyError("nothing")
+
+    trainer = online(tmp_path, arguments={"rollout_func": out_of_ideas})
+    with pytest.raises(KeyError) as raised:
+        trainer.train()
+    assert "raised by rollout_func, a function that was passed" in raised.value.__notes__[0]
+    assert "out_of_ideas" in raised.value.__notes__[0]
 
 
 def test_completions_that_are_all_rewarded_alike_teach_nothing_and_are_counted(tmp_path):

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited
+from lowtide.rollout.rewards.beside import LoggedWrongly
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.spelling import nearest
 
@@ -86,6 +87,8 @@ class FunctionReward:
                 f"{len(completed)} completions from {completed.where(0)} on. Give what it waits for a time limit of "
                 "its own, and return None for a completion that it cannot score; or raise reward_timeout"
             )
+        if isinstance(error, LoggedWrongly):
+            return ValueError(f"reward function {self.name!r}: {error}")
         text = f"{type(error).__name__}: {error}"[:LINE]
         number = self._culprit(error, completed, extras, caller)
         where = "which it does for no completion alone" if number is None else f"for {completed.where(number)}"

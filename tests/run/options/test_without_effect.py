@@ -99,3 +99,8 @@ def test_arguments_of_loading_have_no_effect_on_a_loaded_model(caplog):
     trainer = make("SFT", model=model, model_init_kwargs={"dtype": "bfloat16"}, output_dir=str(folder()))
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert "have no effect: the model that was passed is loaded already" in caplog.text
+
+
+def test_without_a_report_options_without_effect_are_warned_of(caplog):
+    make("SFT", max_steps=1, disable_tqdm=True, liger_kernel_config={"nowhere": True}).train()
+    assert "liger_kernel_config: {'nowhere': True} has no effect: " in caplog.text

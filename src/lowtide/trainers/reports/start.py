@@ -57,6 +57,8 @@ class StartReport(TrainerCallback):
         for line in (*(f"{name}: {text}" for name, text in self.lines()), *([ledger.summary()] if ledger else [])):
             logger.info(line)
         if args.disable_tqdm:
+            for name, text in without_effect(args):
+                logger.warning(f"{name}: {text}")
             return
         console = Console(stderr=True)
         table = Table(title="lowtide", title_justify="left", show_header=False, box=None, pad_edge=False)

@@ -90,6 +90,30 @@ def test_a_metric_that_no_evaluation_has_is_named(tmp_path):
         trainer(tmp_path, options, eval_dataset=ROWS).train()
 
 
+def metrics_of_no_mapping(prediction: Any) -> Any:
+    return "good"
+
+
+def test_metrics_that_are_no_mapping_are_refused(tmp_path):
+    made = trainer(tmp_path, {"eval_strategy": "steps"}, eval_dataset=ROWS, compute_metrics=metrics_of_no_mapping)
+    with pytest.raises(ValueError, match="compute_metrics returned str: it must return a mapping"):
+        made.evaluate()
+
+
+@pytest.mark.parametrize("argument", ["compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"])
+def test_what_a_function_that_was_passed_raises_says_whose_it_is(argument, tmp_path):
+    def mine(*args: Any, **named: Any) -> Any:
+        raise KeyError("nowhere")
+
+    given: dict[str, Any] = {"compute_metrics": lambda prediction: {}} | {argument: mine}
+    made = trainer(tmp_path, {"eval_strategy": "steps"}, eval_dataset=ROWS, **given)
+    with pytest.raises(KeyError, match="nowhere") as raised:
+        made.evaluate()
+    [note] = raised.value.__notes__
+    assert note.startswith(f"This was raised by {argument}, a function that was passed (")
+    assert ".mine)" in note
+
+
 @pytest.mark.parametrize(
     ("optim", "given", "message"),
     [

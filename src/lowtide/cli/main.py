@@ -134,7 +134,11 @@ def _method_after(command: str, words: Sequence[str]) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one message, naming the file where the system does."""
+    """An error and its notes in one message, naming the file where the system does."""
+    return " ".join([_said(error), *getattr(error, "__notes__", ())])
+
+
+def _said(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, MemoryError):

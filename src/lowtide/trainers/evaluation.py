@@ -25,6 +25,7 @@ from lowtide.run.edge import TO_DO
 from lowtide.score_rules import IGNORE
 from lowtide.step.metrics import Totals
 from lowtide.step.rank_sync import RankSync
+from lowtide.users_functions import called_for_user
 
 
 class Predictions:
@@ -148,7 +149,22 @@ def evaluated(trainer: Any, model: nn.Module, loader: DataLoader, *, wanted: boo
     metrics["loss"] = sums.get("loss", 0.0) + trainer.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
     predictions, targets = kept.gathered()
     if trainer.compute_metrics is not None:
-        metrics.update(trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=targets)))
+        metrics |= _users_metrics(trainer.compute_metrics, EvalPrediction(predictions=predictions, label_ids=targets))
     plain: Any = denumpify_detensorize(metrics)
     metrics = {f"{prefix}_{name}": value for name, value in plain.items()}
     return EvalLoopOutput(predictions, targets, metrics, int(sums.get("rows", 0)))
+
+
+def _users_metrics(compute_metrics: Any, of: EvalPrediction) -> Mapping[str, Any]:
+    """What `compute_metrics` returns.
+
+    Raises:
+        ValueError: it is no mapping.
+    """
+    with called_for_user("compute_metrics", compute_metrics):
+        found = compute_metrics(of)
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"compute_metrics returned {type(found).__name__}: it must return a mapping from names to numbers"
+        )
+    return found

@@ -490,8 +490,8 @@ class LowtideTrainer(Trainer):
             finally:
                 del self._get_output_dir
 
-        self.checkpoint_writer.save(Path(self._get_output_dir(trial=trial)), write, super()._push_from_checkpoint)
-        self.stopping.saved_step = self.state.global_step
+        with self.stopping.saving():
+            self.checkpoint_writer.save(Path(self._get_output_dir(trial=trial)), write, super()._push_from_checkpoint)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Not yet: what is pushed is read in the background, and the folder is about to get another name."""

@@ -88,6 +88,59 @@ def test_an_evaluation_is_left(tmp_path):
     assert trainer.state.log_history[-1].get("eval_loss") is None
 
 
+def failing(calls: int) -> Any:
+    """A `compute_metrics` that fails when it was called so many times."""
+    called: list[int] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        called.append(1)
+        if len(called) == calls:
+            raise ZeroDivisionError("of mine")
+        return {"mine": 1.0}
+
+    return metrics
+
+
+def test_an_evaluation_that_fails_loses_no_step(tmp_path):
+    rows = small(tmp_path / "rows").train_dataset
+    whole = weights(trained(tmp_path / "whole"))
+    given = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 4}
+    trainer = small(tmp_path / "run", **given)
+    trainer.eval_dataset, trainer.compute_metrics = rows, failing(3)
+    with pytest.raises(ZeroDivisionError, match="of mine") as raised:
+        trainer.train()
+    whose, way_back = raised.value.__notes__
+    assert whose.startswith("This was raised by compute_metrics, a function that was passed (failing.<locals>.metrics)")
+    assert way_back.startswith(f"The last checkpoint is {tmp_path / 'run' / 'checkpoint-3'}; this resumes: ")
+    again = small(tmp_path / "run", **given)
+    again.eval_dataset, again.compute_metrics = rows, failing(99)
+    again.train(resume_from_checkpoint=True)
+    assert again.resumption.folder == str(tmp_path / "run" / "checkpoint-3")
+    assert_same(weights(again), whole)
+
+
+def test_an_evaluation_that_fails_writes_nothing_where_nothing_is_saved(tmp_path):
+    trainer = small(tmp_path, save_strategy="no", eval_strategy="steps", eval_steps=1)
+    trainer.eval_dataset, trainer.compute_metrics = trainer.train_dataset, failing(1)
+    with pytest.raises(ZeroDivisionError) as raised:
+        trainer.train()
+    assert len(raised.value.__notes__) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_could_not_be_written_is_not_tried_twice(tmp_path, monkeypatch):
+    trainer, tried = small(tmp_path, save_steps=1), []
+
+    def full(folder: str) -> None:
+        tried.append(folder)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trainer, "_save_rng_state", full)
+    with pytest.raises((OSError, ValueError), match="the disk is full"):
+        trainer.train()
+    assert len(tried) == 1
+
+
 def test_without_saving_nothing_is_written(tmp_path, capfd):
     trainer = small(tmp_path, save_strategy="no")
     trainer.add_callback(At("on_step_begin", 2, terminate))

@@ -1,5 +1,6 @@
 """What a run does when it is told to stop: on Ctrl-C it ends at once, on SIGTERM after a checkpoint. Both name the
-checkpoint and what resumes from it.
+checkpoint and what resumes from it. So does an error; what fails between two steps, as a user's `compute_metrics` may,
+loses none of them: a checkpoint is written first.
 
 SIGTERM is what SLURM, Kubernetes and `kill` send before they kill. The step that runs is finished, on all ranks the
 same one, a checkpoint is written, and the process ends with status 143. If that takes longer than `stop_grace` seconds,
@@ -9,6 +10,7 @@ the process ends at once, and the last checkpoint is the one before.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any, cast
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.trainers.checkpoints.choosing import checkpoints_of
 from lowtide.trainers.checkpoints.signals import Stopped, StopRequest
+
+logger = logging.getLogger(__name__)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -37,6 +41,7 @@ class Stopping:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.saved_step: int | None = None
+        self._began_to_save: int | None = None
         self._request: StopRequest | None = None
 
     @contextlib.contextmanager
@@ -49,7 +54,8 @@ class Stopping:
         """
         theirs = getattr(self.args, "enable_jit_checkpoint", False)  # transformers' own handler
         grace = 0.0 if theirs else self.args.stop_grace
-        self._request, self.saved_step = StopRequest(grace, self._say_request, self._say_deadline), None
+        self._request = StopRequest(grace, self._say_request, self._say_deadline)
+        self.saved_step = self._began_to_save = None
         try:
             with self._request.received():
                 yield
@@ -59,6 +65,10 @@ class Stopping:
             raise
         except KeyboardInterrupt as error:
             raise Interrupted(f"interrupted in step {self._step + 1}. {self._way_back()}") from error
+        except Exception as error:
+            if self.trainer.last_checkpoint:
+                error.add_note(self._way_back())
+            raise
         finally:
             self._request = None
 
@@ -79,10 +89,30 @@ class Stopping:
             late = not stops and slow and self._any_rank_stops()  # while it evaluated, or wrote a checkpoint
         except EvaluationLeft:
             late = True
+        except Exception:
+            self._save_before_end(save)
+            raise
         if late and self._saves and self.saved_step != self._step:
             save()
         if stops or late:
             raise self._stopped()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around the writing of a checkpoint."""
+        self._began_to_save = self._step
+        yield
+        self.saved_step = self._step
+
+    def _save_before_end(self, save: Callable[[], None]) -> None:
+        """Writes the checkpoint of a step, after which something else than a checkpoint failed; not where there are
+        ranks, of which others may be elsewhere."""
+        if not self._saves or self._began_to_save == self._step or self.args.world_size > 1:
+            return
+        try:
+            save()
+        except Exception as error:
+            logger.warning(f"no checkpoint of step {self._step} could be written: {error}")
 
     def leave_evaluation(self) -> None:
         """Between two batches of an evaluation; where there are ranks, it is finished first, since these meet after it.

@@ -35,6 +35,7 @@ from lowtide.step.rank_sync import random_state, set_random_state
 from lowtide.step_plan import Limits
 from lowtide.trainers.evaluation import PaddedPredictions
 from lowtide.trainers.losses.micro_batch import MicroBatch
+from lowtide.users_functions import called_for_user
 
 logger = logging.getLogger(__name__)
 
@@ -215,8 +216,9 @@ class OwnLosses:
                 count = part.scores if "scores" in micro.counts else part.rows
                 totals.add_mean("loss", loss.detach().mean() * count, count)
             if kept is not None:
-                if self.trainer.preprocess_logits_for_metrics is not None:
-                    logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
+                if (prepare := self.trainer.preprocess_logits_for_metrics) is not None:
+                    with called_for_user("preprocess_logits_for_metrics", prepare):
+                        logits = prepare(logits, labels)
                 kept.take_in(logits, labels)
             self._micro = None
 
@@ -239,7 +241,9 @@ class OwnLosses:
         """
         if self.trainer.compute_loss_func is not None:
             outputs = model(**{name: each for name, each in inputs.items() if name in ("input_ids", "attention_mask")})
-            loss = self.trainer.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=num_items_in_batch)
+            loss_func, labels = self.trainer.compute_loss_func, inputs.get("labels")
+            with called_for_user("compute_loss_func", loss_func):
+                loss = loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
             return (loss, outputs) if return_outputs else loss
         micro = self.micro_of(inputs)
         objective: Any = self.trainer.inner_objective

@@ -1,7 +1,7 @@
 """What preparing a dataset depends on."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -75,6 +75,10 @@ class PrepareOptions(TokenOptions):
     turns: Turns = "as_generated"
     """Whether the assistant's turns are trained as they are generated, each with the context that it would be given, or
     stand in one row, the whole conversation; for `assistant_only_loss`."""
+    roles_to_train: Sequence[str] | None = None
+    """The roles of the messages that are scored. None: the assistant."""
+    train_on_last_turn_only: bool = False
+    """Score only the last of these messages."""
     stop_ids: tuple[int, ...] = ()
     """Tokens at which generation stops, beside the tokenizer's end token."""
     last_turn_only: bool = False

@@ -99,6 +99,12 @@ class SFTOptions(TextOptions, VisionOptions):
         "as one row.",
         choices=["as_generated", "whole"],
     )
+    roles_to_train: list[str] | None = option(
+        None, "With `assistant_only_loss`: the roles of the messages that are scored. None is the assistant's."
+    )
+    train_on_last_turn_only: bool = option(
+        False, "With `assistant_only_loss`: score only the last of the assistant's messages."
+    )
     label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
 
     def check(self) -> None:
@@ -110,6 +116,13 @@ class SFTOptions(TextOptions, VisionOptions):
         self.check_texts()
         if self.loss_type == "chunked_nll":  # TRL's older name of the same
             self.loss_type = "nll"
+        if not self.assistant_only_loss:
+            for name in ("roles_to_train", "train_on_last_turn_only"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} requires assistant_only_loss=True, which scores messages: set "
+                        "it, or leave the option out"
+                    )
         if self.label_smoothing_factor and self.loss_type != "nll":
             raise ValueError(
                 f"label_smoothing_factor={self.label_smoothing_factor} smooths the targets of loss_type='nll'; "

@@ -20,17 +20,16 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import limit_templates
+from lowtide.data.encode.message_form import MessageForm
 from lowtide.data.encode.rounds import Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of
 from lowtide.data.encode.turn_ends import TurnEnds
-from lowtide.data.formats.conversation import THOUGHTS, Message
+from lowtide.data.formats.conversation import Message, assistant_turns
 from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace
 
 logger = logging.getLogger(__name__)
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-THOUGHTS_READ = re.compile(rf"""[.'"]({"|".join(THOUGHTS)})\b""")
-"""A name under which a template reads thoughts."""
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 limit_templates()
 TEMPLATE_FAILURES = (
@@ -72,10 +71,8 @@ class ChatEncoder:
         self.template = template
         self.in_parts = in_parts
         self.stop_ids = tuple(stop_ids)
-        written = tokenizer.get_chat_template(template)
-        self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(written))
+        self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template)))
         self.by_turns = by_turns and not self.has_marks and not in_parts
-        self.thoughts_read = sorted(set(THOUGHTS_READ.findall(written)))
         self._told_of_ends = False
 
     @classmethod
@@ -116,18 +113,28 @@ class ChatEncoder:
         return self.encode([chat.until(chat.prompt_messages or 0) for chat in chats], place, generation_prompt=True)
 
     def encode_with_turns(
-        self, chats: Sequence[ChatSample], place: RowPlace
+        self, chats: Sequence[ChatSample], place: RowPlace, wanted: Sequence[Sequence[int]] | None = None
     ) -> tuple[list[list[int]], list[list[int]]]:
         """The token ids of each conversation, and 1 for each that the assistant wrote, else 0.
 
+        Args:
+            wanted: of each conversation, the numbers of the assistant's messages that count; None for all.
+
         Raises:
-            ValueError: the template has no generation marks and the turns can't be aligned.
+            ValueError: the template has no generation marks and the turns can't be aligned, or has marks that are not
+                one for each turn where some turns don't count.
         """
-        if self.has_marks:
-            encoded = self._apply(chats, place, return_assistant_tokens_mask=True)
-            return encoded["input_ids"], encoded["assistant_masks"]
-        token_ids = self.encode(chats, place)
-        return token_ids, self._align_turns(chats, token_ids, place)
+        turns = [assistant_turns(chat.messages) for chat in chats]
+        wanted = turns if wanted is None else wanted
+        if not self.has_marks:
+            token_ids = self.encode(chats, place)
+            return token_ids, self._align_turns(chats, token_ids, place, wanted)
+        encoded = self._apply(chats, place, return_assistant_tokens_mask=True)
+        masks = encoded["assistant_masks"]
+        for row, (all_of_it, some) in enumerate(zip(turns, wanted, strict=True)):
+            if len(some) < len(all_of_it):
+                masks[row] = _marked_turns(masks[row], [turn in some for turn in all_of_it], row, place)
+        return encoded["input_ids"], masks
 
     def encode_rounds(
         self, chats: Sequence[ChatSample], wanted: Sequence[Sequence[int]], place: RowPlace
@@ -160,10 +167,9 @@ class ChatEncoder:
 
     def look_at_ends(self, chat: ChatSample, source: str) -> None:
         """Says if no stop token ends the turns of a dataset, of which this is a conversation."""
-        numbers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        talk = self._talk(chat)
+        talk, last = self._talk(chat), assistant_turns(chat.messages)[-1:]
         try:
-            self._tell_of_ends([talk.turn(number, self._ends, self._shape(chat)) for number in numbers[-1:]], source)
+            self._tell_of_ends([talk.turn(number, self._ends, self._shape(chat)) for number in last], source)
         except TEMPLATE_FAILURES:  # the rows will tell
             return
 
@@ -249,17 +255,18 @@ class ChatEncoder:
 
     def _given(self, messages: list[Message]) -> list[Message]:
         """Messages as the template takes them."""
-        if self.thoughts_read:
-            messages = [self._with_thoughts(message) for message in messages]
+        messages = self._form(messages)
         return in_parts(messages) if self.in_parts else messages
 
-    def _with_thoughts(self, message: Message) -> Message:
-        """The message with its thoughts under the names that the template reads."""
-        thoughts = next((message[name] for name in THOUGHTS if message.get(name)), None)
-        if thoughts is None or all(message.get(name) == thoughts for name in self.thoughts_read):
-            return message
-        rest = {name: value for name, value in message.items() if name not in THOUGHTS}
-        return {**rest, **dict.fromkeys(self.thoughts_read, thoughts)}
+    @cached_property
+    def _form(self) -> MessageForm:
+        """How the template takes messages."""
+
+        def render(messages: Sequence[Message]) -> str:
+            given: Any = in_parts(list(messages)) if self.in_parts else list(messages)
+            return str(self.tokenizer.apply_chat_template(given, chat_template=self.template, tokenize=False))
+
+        return MessageForm(self.tokenizer.get_chat_template(self.template), render)
 
     def ends_turns(self) -> bool:
         """Whether the template writes a special token after what the assistant says; also where that is not known."""
@@ -286,13 +293,14 @@ class ChatEncoder:
         scored = [token for token, own in zip(ids, mask, strict=True) if own]
         return str(self.tokenizer.decode(scored)).rstrip().endswith(answer["content"])
 
-    def _align_turns(self, chats: Sequence[ChatSample], token_ids: list[list[int]], place: RowPlace) -> list[list[int]]:
-        turns = [
-            (row, turn)
-            for row, chat in enumerate(chats)
-            for turn, message in enumerate(chat.messages)
-            if message["role"] == "assistant"
-        ]
+    def _align_turns(
+        self,
+        chats: Sequence[ChatSample],
+        token_ids: list[list[int]],
+        place: RowPlace,
+        wanted: Sequence[Sequence[int]],
+    ) -> list[list[int]]:
+        turns = [(row, turn) for row, numbers in enumerate(wanted) for turn in numbers]
         rows = RowPlace(place.source, [place.numbers[row] for row, _ in turns])
         before = self.encode([chats[row].until(turn) for row, turn in turns], rows, generation_prompt=True)
         after = self.encode([chats[row].until(turn + 1) for row, turn in turns], rows)
@@ -351,6 +359,19 @@ class ChatEncoder:
             for name, rows in encoded.items():
                 rows += part.get(name, [])
         return encoded
+
+
+def _marked_turns(mask: list[int], wanted: Sequence[bool], row: int, place: RowPlace) -> list[int]:
+    """The mask of some turns, from that of all, each of which is a run of marks."""
+    runs = [(bit, len(list(run))) for bit, run in groupby(mask)]
+    if sum(bit for bit, _ in runs) != len(wanted):
+        raise place.error(
+            row,
+            f"some of the {len(wanted)} messages of the assistant are not to be trained, and which of the tokens are "
+            "theirs can't be told from the chat template's {% generation %} marks. Take a template without marks.",
+        )
+    kept = iter(wanted)
+    return [value for bit, length in runs for value in [int(bool(bit) and next(kept))] * length]
 
 
 def _cannot_render(error: BaseException) -> str:

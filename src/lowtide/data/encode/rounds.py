@@ -69,10 +69,25 @@ class Talk:
         Raises:
             UnclearTurn: the template writes no continuation of the prompt.
         """
+        if self.messages[number]["role"] != "assistant":
+            return self._spoken(number, ends, shape)
         context, whole = self.text(number, prompt=True), self.text(number + 1)
         written = whole[len(context) :] if whole.startswith(context) else self._behind_header(number)
         target, stops = ends.cut(written, self.messages[: number + 1], self._alone, str(shape))
         return Turn(context, target, stops)
+
+    def _spoken(self, number: int, ends: TurnEnds, shape: object) -> Turn:
+        """A message that no prompt asks for: what it says, and the stop token that ends it if there is one."""
+        whole = self.text(number + 1)
+        marked = self._alone([*self.messages[:number], marked_message(self.messages[number], MARK)])
+        start = marked.find(MARK)
+        if start < 0 or whole[:start] != marked[:start]:
+            raise UnclearTurn(
+                f"the chat template does not show where message {number} begins: leave its role out of roles_to_train."
+            )
+        role = self.messages[number]["role"]
+        target, _ = ends.cut(whole[start:], self.messages[: number + 1], self._alone, f"{role} {shape}")
+        return Turn(whole[:start], target)
 
     def _alone(self, messages: Sequence[Message]) -> str:
         return self._render(messages, False)

@@ -8,6 +8,7 @@ Where we differ: a `completion_mask` that comes with tokenized rows is used unle
 (TRL ignores it unless True), and templates without generation marks are taken turn by turn (see `chat`).
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,9 +23,13 @@ from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.text import TextEncoder
 from lowtide.data.encode.tokenized import encode_tokenized
 from lowtide.data.encode.truncation import Truncation, truncate
+from lowtide.data.formats.conversation import TRAINED, is_trained, trained_roles
 from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PrepareOptions
 from lowtide.data.report.doubts import Doubt, doubts_of, ending_ids, relabelled, special_ids, without
+
+logger = logging.getLogger(__name__)
+TRAINED_KEYS = frozenset(TRAINED)
 
 
 class RowEncoder:
@@ -63,6 +68,9 @@ class RowEncoder:
             if isinstance(first, ChatSample)
             else None
         )
+        self.roles = trained_roles(["assistant"] if options.roles_to_train is None else options.roles_to_train)
+        if self.chat is not None:
+            self._check_trained(self.chat, first)
         if self.chat is not None and self.chat.by_turns:
             self.features = Features({**TOKEN_FEATURES, **LENGTHS_FEATURE})
         self._encode = {
@@ -70,6 +78,27 @@ class RowEncoder:
             TextSample: self._encode_texts,
             ChatSample: self._encode_chats,
         }[type(first)]
+
+    def _check_trained(self, chat: ChatEncoder, first: Sample) -> None:
+        """Refuses roles whose messages can't be told, and says where what messages say of themselves is not read.
+
+        Raises:
+            ValueError: other roles than the assistant's are to be trained, and conversations are taken whole.
+        """
+        if self.roles != {"assistant"} and not chat.by_turns:
+            raise ValueError(
+                f"roles_to_train={sorted(self.roles)} requires assistant_only_loss=True and turns='as_generated', a "
+                "chat template without {% generation %} marks, and rows without images: messages of other roles than "
+                "the assistant's can't be told else."
+            )
+        marked = isinstance(first, ChatSample) and any(TRAINED_KEYS & message.keys() for message in first.messages)
+        if marked and not self.options.assistant_only_loss:
+            logger.warning(
+                "%s: messages say whether they are trained (%s), which is read with assistant_only_loss=True alone: "
+                "without it they are trained like all others.",
+                self.source,
+                ", ".join(TRAINED),
+            )
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> TokenRows:
         """Encode a batch of columns, whose rows have these numbers in the dataset.
@@ -122,7 +151,8 @@ class RowEncoder:
             return self._encode_rounds(self.chat, samples, place)
         scored = None
         if self.options.assistant_only_loss:
-            token_ids, masks = self.chat.encode_with_turns(samples, place)
+            wanted = [self._wanted(sample, index, place) for index, sample in enumerate(samples)]
+            token_ids, masks = self.chat.encode_with_turns(samples, place, wanted)
             scored = flatten(masks)[0] != 0
         else:
             token_ids = self.chat.encode(samples, place)
@@ -131,7 +161,8 @@ class RowEncoder:
         return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, scored)
 
     def _encode_rounds(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
-        rounds = chat.encode_rounds(samples, [self._scored_messages(sample) for sample in samples], place)
+        wanted = [self._wanted(sample, index, place) for index, sample in enumerate(samples)]
+        rounds = chat.encode_rounds(samples, wanted, place)
         rows = [row for of_sample in rounds for row in of_sample]
         token_ids, offsets = flatten([row.token_ids for row in rows])
         scored = np.zeros(len(token_ids), dtype=bool)
@@ -144,10 +175,18 @@ class RowEncoder:
         groups = np.cumsum([0, *map(len, rounds)])
         return replace(_rows(token_ids, offsets, scored, prompts), groups=groups)
 
-    def _scored_messages(self, sample: ChatSample) -> list[int]:
-        """The numbers of the assistant's messages that are scored."""
+    def _wanted(self, sample: ChatSample, index: int, place: RowPlace) -> list[int]:
+        """The numbers of the messages that are scored."""
         first = 0 if self.options.completion_only_loss is False else sample.prompt_messages or 0
-        return [n for n, message in enumerate(sample.messages) if n >= first and message["role"] == "assistant"]
+        try:
+            found = [
+                number
+                for number, message in enumerate(sample.messages)
+                if number >= first and message["role"] in self.roles and is_trained(message, number)
+            ]
+        except ValueError as error:
+            raise place.error(index, error) from error
+        return found[-1:] if self.options.train_on_last_turn_only else found
 
     def _after_prompts(
         self,

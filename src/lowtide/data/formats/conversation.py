@@ -4,7 +4,7 @@ A mistake here is nearly always one in the data (a turn lost, an answer that is 
 either fail on it with a message about Jinja or, worse, write "None" and train on that.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -31,11 +31,16 @@ FROM_ROLES = {
 }
 """The roles of from/value conversations, as role/content ones name them."""
 
+KEPT_NULLS = ("role", "content", "from", "value")
+"""Keys of messages whose null is looked at; others are absent then, as Arrow shows them."""
 MEDIA = ("image", "image_url", "input_image", "video", "video_url", "audio", "audio_url", "input_audio")
 """The types of parts of a content that are no text."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """The names under which datasets and chat templates have a message's thoughts."""
+
+TRAINED = ("train", "weight", "loss_mask", "loss")
+"""The names under which messages say whether they are trained: those of Axolotl, of OpenAI, of verl, and of others."""
 
 FOLLOWERS = {
     None: ("system", "user"),
@@ -70,6 +75,49 @@ def check_roles(messages: list[Message]) -> list[Message]:
     return messages
 
 
+def assistant_turns(messages: list[Message]) -> list[int]:
+    """The numbers of the assistant's messages."""
+    return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def trained_roles(names: Sequence[str]) -> frozenset[str]:
+    """The roles of messages with these names, which may be those of from/value conversations.
+
+    Raises:
+        ValueError: a role is not known.
+    """
+    unknown = [name for name in names if name not in ROLE_KINDS and name not in FROM_ROLES]
+    if unknown or not names:
+        raise ValueError(f"roles_to_train is {list(names)}; known roles are {quoted({**ROLE_KINDS, **FROM_ROLES})}.")
+    return frozenset(name if name in ROLE_KINDS else FROM_ROLES[name] for name in names)
+
+
+def is_trained(message: Message, number: int) -> bool:
+    """Whether a message is scored, by what it says itself; `number` is its place in the conversation.
+
+    Raises:
+        ValueError: it says neither, or both.
+    """
+    said = {name: message[name] for name in TRAINED if message.get(name) is not None}
+    for name, value in said.items():
+        if isinstance(value, float) and 0 < value < 1:
+            raise ValueError(
+                f"message {number} has {name}={value!r}, and a message is not trained in part: make it 0 or 1."
+            )
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(f"message {number} has {name}={value!r}; it must be true or false, or 1 or 0.")
+    if len(set(map(bool, said.values()))) > 1:
+        raise ValueError(f"message {number} has {said}, which contradict each other: keep one of them.")
+    return all(said.values())
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without keys whose value is null: Arrow gives each struct of a column every key of the others."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(each) for key, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
 def check_messages(value: Any, name: str) -> list[Message]:
     """Check a list of messages, given in the column `name`, and bring from/value ones into role/content form.
 
@@ -86,7 +134,9 @@ def check_messages(value: Any, name: str) -> list[Message]:
 def _message(message: Any, name: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} is {describe(message)}; a message has a 'role' and a 'content'.")
-    message = dict(message)
+    message = {key: value for key, value in message.items() if value is not None or key in KEPT_NULLS}
+    if message.get("tool_calls"):
+        message["tool_calls"] = without_nulls(message["tool_calls"])
     if message.get("role") is None and "from" in message:
         origin = message.pop("from")
         message["role"] = FROM_ROLES.get(origin, origin)

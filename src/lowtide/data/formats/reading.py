@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lowtide.data.formats.alpaca import ALPACA_COLUMNS, alpaca_side, with_system
-from lowtide.data.formats.conversation import check_messages, check_roles, describe, quoted
+from lowtide.data.formats.conversation import check_messages, check_roles, describe, quoted, without_nulls
 from lowtide.data.formats.samples import ChatSample, Sample, TextSample, TokenSample, text_of
 from lowtide.data.formats.token_columns import TOKEN_COLUMNS, read_tokens
 from lowtide.parsing import parse_json
@@ -212,6 +212,6 @@ def template_inputs(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _from_json(value: Any, name: str) -> Any:
     try:
-        return parse_json(value) if isinstance(value, str) else value
+        return parse_json(value) if isinstance(value, str) else without_nulls(value)
     except json.JSONDecodeError as error:
         raise ValueError(f"{name!r} is a string that is not JSON ({error}).") from None

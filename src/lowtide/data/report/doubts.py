@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.token_rows import IGNORED, TokenRows
+from lowtide.data.formats.conversation import TRAINED
 from lowtide.data.formats.samples import ChatSample, Sample, TextSample
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def _doubt_of(sample: Sample) -> Doubt:
 
 def _said(message: dict[str, Any]) -> str:
     """What a message of the assistant says, its thoughts and its calls of tools among it."""
-    own = {name: value for name, value in message.items() if name != "role" and value}
+    own = {name: value for name, value in message.items() if name not in ("role", *TRAINED) and value}
     return " ".join(map(str, own.values()))
 
 

@@ -31,7 +31,7 @@ from lowtide.engine.weights.complete_weights import base_of_adapters
 from lowtide.engine.weights.load_errors import check_layers, one_line
 from lowtide.engine.weights.loading import adapt
 from lowtide.planner.tracing.following import stack_of
-from lowtide.planner.tracing.substitutes.four_bit import materialized, store_in_four_bits
+from lowtide.planner.tracing.substitutes.four_bit import store_in_four_bits
 from lowtide.planner.tracing.unroll import MIDDLE, TRACED_LAYERS
 
 PATHS = ("./", "../", "/", "~")
@@ -113,10 +113,12 @@ class DescribedModel:
         return self.config.get_text_config().num_hidden_layers
 
     def of_layers(self, layers: int) -> nn.Module:
-        """The model with so many layers, on the CPU, without adapters; the trainer puts them on."""
-        if self.quantization_config is None:
-            return self._made(layers)
-        with torch.device("meta"):  # weights are quantized one by one as they are loaded: never are all of them there
+        """The model with so many layers, on the CPU, without adapters; the trainer puts them on.
+
+        As it is loaded, a weight is made once, in the form that it is stored in: neither a head that is tied to the
+        embedding nor a weight that is quantized is ever there beside what takes its place.
+        """
+        with torch.device("meta"):
             model = self._made(layers)
         return materialized(model)
 
@@ -188,3 +190,17 @@ def _forms(model: nn.Module, layers: int) -> list[Form]:
 
 def _form(parameters: Iterable[tuple[str, Tensor]]) -> Form:
     return [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in parameters]
+
+
+def materialized(model: nn.Module) -> nn.Module:
+    """A model of the meta device, on the CPU; tensors that are shared stay so."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device="cpu")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    return model

@@ -332,7 +332,8 @@ class FakeRun:
         label(runner, layers, trace)
         follow_phases(runner, trace)
         trace.phase = "optimizer"
-        runner.updater.optimizer = make_optimizer(runner.model, run.args)
+        with trace.settling():
+            runner.updater.optimizer = make_optimizer(runner.model, run.args)
         evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
         rollout: TracedRollout | TracedCompletions | None = None
         if self.method.writes is not None:

@@ -112,7 +112,7 @@ class StorageTrace(StorageWatch[Block], Mode):
         self.pages_states = False
         self.events: list[Event] = []
         self.watchers: list[Callable[[Any, Any, Any], None]] = []
-        self._stepping = False
+        self._stepping = self._settling = False
         self._around: Mapping[str, Callable[..., Any]] = {}
 
     @contextlib.contextmanager
@@ -132,6 +132,16 @@ class StorageTrace(StorageWatch[Block], Mode):
             yield
         finally:
             optimizer.state, self._stepping, self.layer = defaultdict(dict, optimizer.state), False, None
+
+    @contextlib.contextmanager
+    def settling(self) -> Iterator[None]:
+        """Follows weights that are made anew one by one: an operation is of the layer of the tensor that it is given,
+        and what is given none is of the layer before."""
+        self._settling = True
+        try:
+            yield
+        finally:
+            self._settling, self.layer = False, None
 
     @contextlib.contextmanager
     def taking_around(self, workspaces: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
@@ -189,6 +199,8 @@ class StorageTrace(StorageWatch[Block], Mode):
         for_all = self._stepping and func.name().startswith(FOR_ALL) and len(args[0]) > 1
         if for_all:
             self.layer = None
+        if self._settling and args and isinstance(args[0], Tensor):
+            self.layer = self.layer_of(args[0])
         out = self._run(func, args, kwargs)
         if isinstance(out, Tensor):
             self._see(out, self.layer)

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 import lowtide
-from lowtide.planner.tracing.substitutes.four_bit import FourBitLinear, materialized
+from lowtide.planner.tracing.described_model import materialized
+from lowtide.planner.tracing.substitutes.four_bit import FourBitLinear
 from lowtide.planning import estimate
 
 SIZES = {

@@ -106,17 +106,3 @@ def store_in_four_bits(model: nn.Module, quantization_config: Any = None) -> Non
                     dtype = compute_dtype or child.weight.dtype
                     quantized = FourBitLinear(child, double=double, compute_dtype=dtype)
                     setattr(parent, name, quantized)
-
-
-def materialized(model: nn.Module) -> nn.Module:
-    """A model of the meta device, on the CPU; tensors that are shared stay so."""
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in made:
-                empty = torch.empty_like(parameter, device="cpu")
-                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            setattr(module, name, made[id(parameter)])
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, torch.empty_like(buffer, device="cpu"))
-    return model

@@ -52,6 +52,13 @@ def declare(tensor: Tensor) -> None:
     _declared[storage.data_ptr()] = storage.nbytes(), StorageWeakRef(storage)
 
 
+def declare_in_files(tensors: Iterable[Tensor]) -> None:
+    """Declares those of some tensors that lie in mapped files; none where this system does not let pages go."""
+    if can_let_go():
+        for tensor in lying_in_files(tensors):
+            declare(tensor)
+
+
 def keep(tensor: Tensor) -> None:
     """Takes the declaration back: the tensor is written to from here on."""
     _declared.pop(tensor.untyped_storage().data_ptr(), None)
@@ -144,7 +151,7 @@ def row_bands(weight: Shaped[Tensor, "rows ..."]) -> Iterator[slice]:
 def lying_in_files(tensors: Iterable[Tensor]) -> set[Tensor]:
     """Those of some tensors that lie in files which this process has mapped, and in no other memory."""
     ranges = sorted(_mapped_ranges())
-    return {tensor for tensor in tensors if tensor.device.type == "cpu" and _lies_in(tensor, ranges)}
+    return {tensor for tensor in tensors if _has_bytes(tensor) and _lies_in(tensor, ranges)}
 
 
 def _lies_in(tensor: Tensor, ranges: list[tuple[int, int]]) -> bool:

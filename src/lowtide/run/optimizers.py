@@ -22,7 +22,7 @@ from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.memory.optimizers.streamed_states import StreamedStates
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.memory.weights.written_file import NoFile, file_beside
-from lowtide.ops.mapped import can_let_go, declare, lying_in_files
+from lowtide.ops.mapped import declare_in_files
 from lowtide.ops.target import kind_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -276,20 +276,14 @@ def settle_optimizer(optimizer: torch.optim.Optimizer, args: Any, model: nn.Modu
         file = NoFile() if isinstance(first, FakeTensor) else file_beside(args.output_dir)
         optimizer.host_states = FileStates(optimizer, file)  # type: ignore[attr-defined]
     if isinstance(optimizer, CompressedAdamW):
-        if host is None and kind_of(args.device) == "cpu" and can_let_go() and not streams_trained(args):
-            _declare_mapped(optimizer)
+        if host is None and kind_of(args.device) == "cpu" and not streams_trained(args):
+            weights = (p.data for group in optimizer.param_groups for p in group["params"])
+            declare_in_files(each for each in weights if each.dtype == torch.float32)  # which go once they are split
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.compress_([parameter])
                 if host is not None:
                     host.take_home(parameter)
-
-
-def _declare_mapped(optimizer: torch.optim.Optimizer) -> None:
-    """Has the pages of float32 weights that lie in files go once each is split. None of them is held from here on."""
-    weights = (p.data for group in optimizer.param_groups for p in group["params"])
-    for weight in lying_in_files(each for each in weights if not isinstance(each, FakeTensor)):
-        declare(weight)
 
 
 def _host_states(optimizer: torch.optim.Optimizer, args: Any, model: nn.Module) -> HostStates | None:

@@ -27,6 +27,7 @@ from lowtide.engine.weights.sharded.stages import cut_into_stages
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.methods.shared.options import ReferenceOptions
+from lowtide.ops.mapped import declare_in_files, let_go
 from lowtide.ranks.shards import is_sharded, whole_shape
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import Engine, cut, disable_dropout
@@ -142,8 +143,7 @@ class ReferenceMaker:
         if args.disable_dropout:
             disable_dropout(frozen)
         if narrow:
-            for parameter in frozen.parameters():  # as the policy's will be; buffers stay
-                parameter.data = parameter.data.to(torch.bfloat16)
+            _narrow(frozen)
         stream_frozen(frozen.requires_grad_(False), args, what=self.what)
         reference = FrozenModel.of(frozen, **how | self._runs(frozen, engine))
         compute_in(frozen, engine.computed_in)
@@ -295,6 +295,17 @@ def _copied(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """
     cast = {} if dtype is None else {id(p): p.data.to(dtype, copy=True) for p in model.parameters()}
     return copy.deepcopy(model, {key: nn.Parameter(each, requires_grad=False) for key, each in cast.items()})
+
+
+def _narrow(model: nn.Module) -> None:
+    """Makes weights bfloat16, as the policy's will be; buffers stay. Pages of a file go with the weight that was read
+    from them."""
+    wide = [parameter for parameter in model.parameters() if parameter.dtype != torch.bfloat16]
+    declare_in_files(parameter.data for parameter in wide)
+    for parameter in wide:
+        stored = parameter.data
+        parameter.data = stored.to(torch.bfloat16)
+        let_go(stored)
 
 
 def _are_new(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ that the probe and the making of adapters take no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from lowtide.memory.weights.pinned_layers import PinnedLayers
 from lowtide.memory.weights.streaming import STREAM, Store, Unresident, WeightStream, stream_of, units_of
 from lowtide.memory.weights.trained_layers import TrainedLayers
 from lowtide.memory.weights.written_file import file_beside
-from lowtide.ops.mapped import can_let_go, declare, keep, lying_in_files
+from lowtide.ops.mapped import can_let_go, declare, declare_in_files, keep, lying_in_files
 from lowtide.ops.target import kind_of
 from lowtide.run.optimizers import streams_trained
 
@@ -103,7 +103,8 @@ def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
     stream = WeightStream(model, weights, store, stored_tensors(model))
     vars(causal_model(model))[STREAM] = stream
     if isinstance(store, MappedFiles):
-        declare_all(stream.weights)
+        for weight in stream.weights:
+            declare(weight)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 keep(parameter)
@@ -138,7 +139,7 @@ def stream_trained(model: nn.Module, args: Any) -> None:
     elif on_device:
         store = TrainedLayers(args.device)
     else:
-        declare_all(lying_in_files(parameters))
+        declare_in_files(parameters)
         file_beside(args.output_dir).take(parameters)
         store = MappedFiles()
     attach_trained(model, store, args.device)
@@ -158,14 +159,8 @@ def attach_trained(model: nn.Module, store: Store, device: torch.device) -> Weig
 
 def declare_base(model: nn.Module, args: Any) -> None:
     """Has what reads a model's weights before it has its adapters let their pages go."""
-    if wants_stream(args) and args.device.type == "cpu" and can_let_go():
-        weights = (part for parameter in model.parameters() for part in parts_of(parameter))
-        declare_all(lying_in_files(weight for weight in weights if not isinstance(weight, FakeTensor)))
-
-
-def declare_all(weights: Iterable[torch.Tensor]) -> None:
-    for weight in weights:
-        declare(weight)
+    if wants_stream(args) and args.device.type == "cpu":
+        declare_in_files(part for parameter in model.parameters() for part in parts_of(parameter))
 
 
 def text_of(stream: WeightStream | None) -> str:

@@ -186,7 +186,8 @@ def test_a_loss_function_that_is_passed(cut, monkeypatch):
     assert_near(Gradients(trainer, monkeypatch).found, same.found)
 
 
-def test_logits_are_preprocessed_for_metrics():
+@pytest.mark.parametrize("budget", [None, 60])
+def test_logits_are_preprocessed_for_metrics(budget):
     seen = {}
 
     def accuracy(prediction) -> dict[str, float]:
@@ -195,7 +196,7 @@ def test_logits_are_preprocessed_for_metrics():
         return {"accuracy": float((prediction.predictions[:, :-1] == prediction.label_ids[:, 1:])[kept].mean())}
 
     trainer = trainer_of(
-        SFTTrainer, "SFT", compute_metrics=accuracy, per_device_eval_batch_size=3,
+        SFTTrainer, "SFT", compute_metrics=accuracy, per_device_eval_batch_size=5, tokens_per_microbatch=budget,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )  # fmt: skip
     found = trainer.evaluate(rows("SFT"))

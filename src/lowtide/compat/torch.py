@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
     is_traceable_wrapper_subclass_type,
 )
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import _allowed_determinism_checks_to_fns
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "is_traceable_wrapper_subclass_type",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_unflatten",
 ]
 """Names that are imported from here as torch has them: the modules that they come from are private."""

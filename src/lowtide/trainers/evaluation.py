@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction
-from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
+from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
+from lowtide.compat.torch import tree_map
 from lowtide.data.batches.masking import EVALUATION
-from lowtide.data.batches.values import LABEL, NUMBER
+from lowtide.data.batches.values import LABEL, NUMBER, PLACE
 from lowtide.engine.heads.head import Head, ScoreOutput
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.methods.method import Findings
@@ -43,8 +47,8 @@ class Predictions:
         self.scored: list[np.ndarray] = []
         self.targets: list[np.ndarray] = []
         self.found: list[Mapping[str, np.ndarray]] = []
-        self.numbers: list[np.ndarray] = []
-        """The rows' numbers in their dataset, of rows with a label each."""
+        self.places: list[np.ndarray] = []
+        """The order of their rows."""
 
     def take_in(self, results: list[tuple[RaggedBatch, ScoreOutput]]) -> None:
         for batch, output in results:
@@ -53,30 +57,38 @@ class Predictions:
             if self.wanted:
                 self.scored.append(self.head.predictions(output).cpu().numpy())
                 self.targets.append(batch.row_values.get(LABEL, batch.score_target).cpu().numpy())
-                if LABEL in batch.row_values:
-                    self.numbers.append(batch.row_values[NUMBER].cpu().numpy())
+                of_rows = LABEL in batch.row_values
+                places = batch.row_values[NUMBER if of_rows and NUMBER in batch.row_values else PLACE].cpu().numpy()
+                self.places.append(places if of_rows else places[_rows_of_scores(batch)])
 
     def metrics(self) -> dict[str, float]:
         """The method's metrics that need all scores, those of all ranks."""
         if self.findings is None:
             return {}
-        found = [each for each in (gather_object(self.found) if distributed() else self.found) if each]
+        found = [each for each in of_all_ranks(self.found) if each]
         return self.findings.metrics(
             {name: np.concatenate([each[name] for each in found]) for name in found[0]} if found else {}
         )
 
     def gathered(self) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Those of all ranks, or None where nothing was taken in; of rows with a label each in the dataset's order."""
-        parts = (self.scored, self.targets, self.numbers)
-        if distributed():
-            parts = tuple(map(gather_object, parts))
+        """Those of all ranks in the order of their rows, or None where nothing was taken in."""
+        parts = of_all_ranks(self.scored), of_all_ranks(self.targets), of_all_ranks(self.places)
         if not parts[0]:
             return None, None
-        scored, targets = (np.concatenate(each) for each in parts[:2])
-        if not parts[2]:
-            return scored, targets
-        order = np.argsort(np.concatenate(parts[2]), kind="stable")
+        scored, targets, places = map(np.concatenate, parts)
+        order = np.argsort(places, kind="stable")
         return scored[order], targets[order]
+
+
+def of_all_ranks(held: list[Any]) -> list[Any]:
+    """What all ranks keep, the first rank's first."""
+    return gather_object(held) if distributed() else held
+
+
+def _rows_of_scores(batch: RaggedBatch) -> np.ndarray:
+    """[scores]: the row that each is of."""
+    counts = [part.score_stop - part.score_start for part in batch.segments]
+    return np.repeat([part.row for part in batch.segments], counts)
 
 
 class PaddedPredictions:
@@ -92,21 +104,37 @@ class PaddedPredictions:
     def __init__(self) -> None:
         self.predictions: list[Any] = []
         self.labels: list[Any] = []
+        self.places: list[np.ndarray] = []
 
-    def take_in(self, predictions: Any, labels: Any) -> None:
+    def take_in(self, predictions: Any, labels: Any, batch: RaggedBatch) -> None:
+        """Those of a micro-batch; lines that are more than its rows stay together."""
         for held, value in ((self.predictions, predictions), (self.labels, labels)):
             if value is not None:
                 held.append(nested_numpify(nested_detach(value)))
+        lines, places = find_batch_size((predictions, labels)), batch.row_values[PLACE].cpu().numpy()
+        if lines is not None:
+            self.places.append(places if lines == len(places) else np.full(lines, places.min()))
 
     def gathered(self) -> tuple[Any, Any]:
-        """Those of all ranks, [lines, longest, ...], or None where nothing was taken in."""
-        found = []
+        """Those of all ranks in the order of their rows, [lines, longest, ...], or None where nothing was taken in."""
+        found, places = [], of_all_ranks(self.places)
+        order = np.argsort(np.concatenate(places), kind="stable") if places else None
         for held in (self.predictions, self.labels):
-            whole = gather_object(held) if distributed() else held
-            found.append(
-                functools.reduce(lambda a, b: nested_concat(a, b, padding_index=IGNORE), whole) if whole else None
-            )
+            whole = of_all_ranks(held)
+            if not whole:
+                found.append(None)
+                continue
+            joined = functools.reduce(lambda a, b: nested_concat(a, b, padding_index=IGNORE), whole)
+            found.append(tree_map(lambda values: values[order], joined))
         return found[0], found[1]
+
+
+def _placed(batch: RaggedBatch, number: int) -> RaggedBatch:
+    """This rank's batch of that number, whose rows know their order: batches are dealt out to ranks in turn."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
+    first = (number * ranks + rank) << 32
+    places = torch.arange(first, first + batch.rows, device=batch.token_ids.device)
+    return replace(batch, row_values={**batch.row_values, PLACE: places})
 
 
 def evaluated(trainer: Any, model: nn.Module, loader: DataLoader, *, wanted: bool, prefix: str) -> EvalLoopOutput:
@@ -128,7 +156,7 @@ def evaluated(trainer: Any, model: nn.Module, loader: DataLoader, *, wanted: boo
         if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
             runner.accompany(batch, model)
             continue
-        batch = batch if count == batch.rows else batch.select_rows(range(count))
+        batch = _placed(batch if count == batch.rows else batch.select_rows(range(count)), number)
         sync.micro_batch, sync.part = number, batch
         local = sync.local(waited_for=runner.waited_for)
         with local, trainer.phases.during("evaluation"), trainer.compute_loss_context_manager():

@@ -16,18 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer
 
+from lowtide.data.batches.values import PLACE
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.targets import write_targets
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.world import distributed
 from lowtide.run.edge import edge
 from lowtide.score_rules import IGNORE, ShiftedRight
-from lowtide.trainers.evaluation import Predictions
+from lowtide.trainers.evaluation import Predictions, of_all_ranks
 from lowtide.trainers.method import MethodTrainer
 
 logger = logging.getLogger(__name__)
@@ -195,15 +194,18 @@ class WrittenTargets(Predictions):
         self.write, self.pad, self.tokenizer, self.named = write, pad, tokenizer, metrics
         self.written: list[list[int]] = []
         self.labels: list[list[int]] = []
+        self.order: list[int] = []
+        """The places of their rows."""
 
     def take_in(self, results: list[tuple[RaggedBatch, ScoreOutput]]) -> None:
         if not (self.wanted or self.named):
             return
         for batch, _ in results:
             self.written += self.write(batch).tolist()
-            bounds = [(part.score_start, part.score_stop) for part in batch.segments if part.prefix >= 0]
-            targets = batch.score_target.tolist()
-            self.labels += [targets[start:stop] for start, stop in bounds]
+            parts, targets = [part for part in batch.segments if part.prefix >= 0], batch.score_target.tolist()
+            self.labels += [targets[part.score_start : part.score_stop] for part in parts]
+            places = batch.row_values[PLACE].tolist()
+            self.order += [places[part.row] for part in parts]
 
     def metrics(self) -> dict[str, float]:
         """Those of `METRICS` that were asked for."""
@@ -233,9 +235,11 @@ class WrittenTargets(Predictions):
         return (_padded(written, self.pad), _padded(labels, IGNORE)) if written else (None, None)
 
     def _of_all_ranks(self) -> tuple[list[list[int]], list[list[int]]]:
-        if not distributed():
-            return self.written, self.labels
-        return gather_object(self.written), gather_object(self.labels)
+        """In the order of their rows."""
+        places = of_all_ranks(self.order)
+        order = sorted(range(len(places)), key=places.__getitem__)
+        written, labels = of_all_ranks(self.written), of_all_ranks(self.labels)
+        return [written[number] for number in order], [labels[number] for number in order]
 
 
 def _padded(lists: Sequence[Sequence[int]], pad: int) -> np.ndarray:

@@ -243,6 +243,15 @@ def test_what_is_written_begins_as_targets_do_in_training(tmp_path: Path):
     assert written[:, :2].tolist() == [[END, german]] * 4
 
 
+def test_what_is_written_is_in_the_order_of_the_rows_however_a_batch_is_cut(tmp_path: Path):
+    given, options = rows(9, seed=3), {"predict_with_generate": True, "per_device_eval_batch_size": 8}
+    whole = make(tmp_path, rows(8), **options, generation_max_length=5).predict(given)
+    cut = make(tmp_path, rows(8), **options, generation_max_length=5, tokens_per_microbatch=40).predict(given)
+    assert len({tuple(row) for row in whole.label_ids.tolist()}) == 9
+    assert cut.label_ids.tolist() == whole.label_ids.tolist()
+    assert cut.predictions.tolist() == whole.predictions.tolist()
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from lowtide import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening,
 from lowtide.memory import table
 from tests.support.marks import slow_but
 from tests.support.matrix.matrix import dense_head
+from tests.support.runs import small_sft
 
 WORDS = [f"w{n}" for n in range(50)]
 
@@ -605,3 +606,13 @@ def test_unused_columns_and_the_format_of_rows_are_said_without_progress_bars(tm
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "rows are read from the columns 'instruction', 'output'; not used: 'topic'." in warned
     assert "read as Alpaca, as texts (instruction, output)" in caplog.text
+
+
+def test_predictions_are_in_the_order_of_the_rows_however_a_batch_is_cut(tmp_path):
+    given = small_sft.rows(11)
+    options = {"per_device_eval_batch_size": 8}
+    whole = small_sft.trainer(tmp_path / "whole", **options).predict(given)
+    cut = small_sft.trainer(tmp_path / "cut", **options, tokens_per_microbatch=40).predict(given)
+    assert whole.label_ids.tolist() == [label for row in given["labels"] for label in row[1:]]
+    assert cut.label_ids.tolist() == whole.label_ids.tolist()
+    np.testing.assert_allclose(cut.predictions, whole.predictions, rtol=1e-5)

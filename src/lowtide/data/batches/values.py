@@ -49,6 +49,8 @@ RETURN = "return"
 """Score value: what it should have expected."""
 TOKEN_ADVANTAGE = "token_advantage"
 """Score value: by how much a token is better than it was expected to be."""
+PLACE = "place"
+"""Row value: tells the order of a row among all rows of an evaluation, those of other ranks too."""
 NUMBER = "number"
 """Row value: the number of a row in its dataset, by which what is drawn of it is told from other rows'; -1 for a row of
 which nothing is drawn."""

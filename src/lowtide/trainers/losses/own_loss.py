@@ -219,7 +219,7 @@ class OwnLosses:
                 if (prepare := self.trainer.preprocess_logits_for_metrics) is not None:
                     with called_for_user("preprocess_logits_for_metrics", prepare):
                         logits = prepare(logits, labels)
-                kept.take_in(logits, labels)
+                kept.take_in(logits, labels, part)
             self._micro = None
 
     def predicted(self, model: nn.Module, inputs: Any, *, loss_only: bool) -> tuple[Any, Any, Any]:

@@ -174,13 +174,12 @@ def _part(batch: RaggedBatch, part: RaggedBatch, seen: RaggedBatch, planned: Mic
     numbers = [number for number, each in enumerate(batch.segments) if each.row == planned.rows[0]]
     first, start = numbers[0], batch.segments[numbers[0]].start
     scores = slice(batch.segments[first].score_start, batch.segments[numbers[-1]].score_stop)
-    fake = isinstance(batch.score_index, FakeTensor)
-    places = _score_places(part) if fake else batch.score_index[scores].cpu().numpy() - start
+    places = _values(batch.score_index[scores])
     pieces = [
         piece._replace(spans=tuple(Span(n - first, begin - start, end - start) for n, begin, end in piece.spans))
         for piece in planned.pieces
     ]
-    return Part.of(part, pieces, places)
+    return Part.of(part, pieces, None if places is None else places - start)
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
@@ -188,9 +187,13 @@ def _part(batch: RaggedBatch, part: RaggedBatch, seen: RaggedBatch, planned: Mic
 
 def _score_places(row: RaggedBatch) -> np.ndarray:
     """The place of each score; of a row without values, spread evenly over its tokens."""
-    if isinstance(row.score_index, FakeTensor):
-        return np.arange(row.scores) * row.tokens // max(row.scores, 1)
-    return row.score_index.cpu().numpy()
+    places = _values(row.score_index)
+    return np.arange(row.scores) * row.tokens // max(row.scores, 1) if places is None else places
+
+
+def _values(tensor: Tensor) -> np.ndarray | None:
+    """The values of a tensor; None of one that has none."""
+    return None if isinstance(tensor, FakeTensor) else tensor.cpu().numpy()
 
 
 def _piece(row: RaggedBatch, places: np.ndarray, planned: PiecePlan) -> Piece:

@@ -174,10 +174,11 @@ def _allocator_of(run: FakeRun, traced: TracedRun, device: Device) -> Allocator:
 
 
 def heap_of(run: FakeRun, events: Iterable[Event]) -> GlibcHeap:
-    """A CPU's, as it is set up where layers trim it or not, with the workspaces of its libraries."""
+    """A CPU's, as it is set up for a model that is large or not, with the workspaces of its libraries."""
     trims = any(event.block is None and not event.born for event in events)
+    large = trims and byte_sum(run.layout().parameters) >= host_heap.LARGE
     heap = GlibcHeap(
-        host_heap.MMAP_ABOVE_OF_LARGE if trims else host_heap.MMAP_ABOVE,
+        host_heap.MMAP_ABOVE_OF_LARGE if large else host_heap.MMAP_ABOVE,
         host_heap.TRIM_ABOVE,
         near=host_heap.NEAR,
         thread_cache=has_thread_cache(),

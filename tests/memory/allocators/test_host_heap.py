@@ -57,6 +57,23 @@ def test_a_small_model_is_left_alone(monkeypatch):
     model(torch.randn(4, 8)).backward()
 
 
+def test_a_small_model_that_gathers_maps_what_is_whole_for_a_moment_and_trims_besides(monkeypatch):
+    said = {}
+    heap = SimpleNamespace(mallopt=said.__setitem__)
+    monkeypatch.setattr(host_heap, "glibc", lambda: heap)
+    times = []
+    monkeypatch.setattr(host_heap, "trim_heap", lambda: times.append(1))
+    model = Stack()
+    assert host_heap.settle_heap(model, gathers=True)
+    assert said[host_heap.M_MMAP_THRESHOLD] == host_heap.MMAP_ABOVE
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    assert len(times) == 3 + 1
+    monkeypatch.setattr(host_heap, "LARGE", 0)
+    assert host_heap.settle_heap(Stack(), gathers=True)
+    assert said[host_heap.M_MMAP_THRESHOLD] == host_heap.MMAP_ABOVE_OF_LARGE
+
+
 def test_a_trim_gives_memory_back():
     heap = host_heap.glibc()
     if heap is None:

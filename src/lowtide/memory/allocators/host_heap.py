@@ -5,7 +5,8 @@ page at a time: a small model spends a quarter of its step on that. So the heap 
 layer also frees tensors of a few megabytes between others that stay, and the next layer's rarely fit into such holes:
 the resident peak of a large model grows with every layer, although nothing holds that memory. There the holes are
 given back where they add up, while the process is near the most that it ever held: below that, to keep them costs
-nothing, and to take them anew a quarter of a step.
+nothing, and to take them anew a quarter of a step. Where weights come and go between ranks, layers of a small model
+do both: they give holes back, and what is whole for a moment, as a head is, is mapped by itself.
 
 Exact: no value is touched. On CUDA and on systems without glibc it does nothing.
 """
@@ -20,6 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowtide.memory.allocators.measure import peak_resident_bytes, resident_bytes
+from lowtide.ranks.shards import whole_shape
 
 LARGE = 1 << 28
 """Bytes of weights from which holes are given back, be they half a billion in four bits; below, they are small beside
@@ -32,7 +34,7 @@ the next one looks."""
 MMAP_ABOVE = 4 << 20
 """Bytes from which a tensor is mapped by itself, and leaves no hole: a twentieth slower for a quarter less."""
 MMAP_ABOVE_OF_LARGE = 64 << 20
-"""The same where holes are given back."""
+"""The same for a large model, whose holes are given back."""
 M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = 1, -1, -3
 """Numbers of `mallopt`'s parameters."""
 
@@ -61,12 +63,12 @@ def settle_heap(model: nn.Module, *, gathers: bool = False) -> bool:
     if heap is None or any(p.device.type != "cpu" for p in parameters):
         return False
     heap.mallopt(M_MXFAST, 0)  # slivers between tensors are parts of the holes again, see `allocator`
-    large = gathers or sum(p.numel() * p.element_size() for p in parameters) >= LARGE
+    large = sum(whole_shape(p).numel() * p.element_size() for p in parameters) >= LARGE
     heap.mallopt(M_MMAP_THRESHOLD, MMAP_ABOVE_OF_LARGE if large else MMAP_ABOVE)
     heap.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    if large:
+    if trims := large or gathers:
         trim_in_layers(model, trim_heap)
-    return large
+    return trims
 
 
 def trim_heap(near: float | None = None) -> None:

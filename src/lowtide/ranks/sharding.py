@@ -1,8 +1,9 @@
 """How a run is spread over devices, in words: `"zero3"`, `"fsdp2"`, `"tp2+fsdp2"`, `"sp2+ddp"`, a DeepSpeed config,
 transformers' `fsdp` and its config.
 
-The options are the ones that change memory or traffic, with the defaults of DeepSpeed 0.19 (`runtime/zero/config.py`),
-of `torch.distributed.fsdp.fully_shard`, and of transformers, which fills in what a DeepSpeed config leaves to `"auto"`.
+The options are the ones that change memory or traffic, with the defaults of DeepSpeed 0.19 (`runtime/zero/config.py`)
+and of `torch.distributed.fsdp.fully_shard`. ZeRO's buffers go by the model unless a number is given: DeepSpeed's own
+defaults are larger than a whole small model.
 What they cost is in `planner.sharding.sharded`. lowtide's trainers run all of them, but for some combinations that are
 predicted for those who choose machines, and `Sharding.runs` says so.
 """
@@ -49,8 +50,6 @@ ZERO_FIELDS = {
     "overlap_comm": "overlap",
 }
 """Keys of DeepSpeed's `zero_optimization`, and where they go."""
-ZERO_DEFAULTS = {"reduce_bucket": int(5e8), "prefetch": int(5e7), "persistence": int(1e5)}
-"""DeepSpeed's own, where its config has no such key; a short text and transformers' `"auto"` go by the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,9 +205,8 @@ class Sharding:
         return cls(**{"devices": devices, "nodes": nodes, **found, **more})
 
     def resolved(self, hidden_size: int) -> Sharding:
-        """With the sizes that depend on the model, as transformers fills them in."""
-        square = hidden_size * hidden_size
-        filled = {"reduce_bucket": square, "prefetch": int(0.9 * square), "persistence": 10 * hidden_size}
+        """With the sizes that depend on the model."""
+        filled = sizes_by_model(hidden_size)
         return replace(self, **{name: size for name, size in filled.items() if getattr(self, name) == AUTO})
 
     def __str__(self) -> str:
@@ -219,6 +217,12 @@ class Sharding:
         )
         nodes = f" in {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{groups}{self.kind} on {self.devices} devices{nodes}{words}"
+
+
+def sizes_by_model(hidden_size: int) -> dict[str, int]:
+    """Of ZeRO's buffers in elements, by the fields of `Sharding`: what transformers fills in for `"auto"`."""
+    square = hidden_size * hidden_size
+    return {"reduce_bucket": square, "prefetch": int(0.9 * square), "persistence": 10 * hidden_size}
 
 
 def read_words(text: str) -> dict[str, Any]:
@@ -250,13 +254,9 @@ def _from_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"DeepSpeed's `zero_optimization.stage` is {stage!r}; 0, 1, 2 and 3 are known")
     found: dict[str, Any] = {"kind": f"zero{stage}" if stage else "ddp"}
-    if stage:
-        found |= ZERO_DEFAULTS
     for key, name in ZERO_FIELDS.items():
-        if key in zero:
-            auto = zero[key] == "auto"
-            if not (auto and name not in ZERO_DEFAULTS):
-                found[name] = AUTO if auto else zero[key] if name == "overlap" else int(zero[key])
+        if zero.get(key, "auto") != "auto":
+            found[name] = zero[key] if name == "overlap" else int(zero[key])
     for key, name in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_weights")):
         found[name] = (zero.get(key) or {}).get("device", "none") != "none"
     saved = zero.get("stage3_gather_16bit_weights_on_model_save", zero.get("gather_16bit_weights_on_model_save", True))

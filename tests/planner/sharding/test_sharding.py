@@ -54,7 +54,7 @@ def described(layers: int = sharded_run.LAYERS, tied: bool = False) -> Layout:
         ({"fsdp_reshard_after_forward": "false"}, {"kind": "fsdp2", "reshard": False}),
         (
             {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "reduce_bucket_size": 2e8}},
-            {"kind": "zero2", "compute_width": 2, "reduce_bucket": 200_000_000, "persistence": 100_000},
+            {"kind": "zero2", "compute_width": 2, "reduce_bucket": 200_000_000, "persistence": AUTO},
         ),
         (
             {

@@ -17,7 +17,7 @@ from typing import Any
 from lowtide.compat.deepspeed import check_installed, schedule_arguments_of
 from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.parsing import parse_json
-from lowtide.ranks.sharding import loaded
+from lowtide.ranks.sharding import ZERO_FIELDS, loaded, sizes_by_model
 from lowtide.ranks.world import is_on
 from lowtide.run.optimizers import OPTIMIZERS
 from lowtide.spelling import nearest
@@ -223,15 +223,14 @@ def _filled(given: Mapping[str, Any], where: str, config: Any, ranks: int) -> di
 
 
 def sized(config: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """A filled config with the sizes that depend on the model, as transformers fills them in."""
-    square = hidden_size * hidden_size
-    sizes = {
-        "reduce_bucket_size": square,
-        "stage3_prefetch_bucket_size": int(0.9 * square),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
-    zero = config["zero_optimization"]
-    return {**config, "zero_optimization": {k: sizes[k] if v == AUTO and k in sizes else v for k, v in zero.items()}}
+    """A filled config with the sizes that depend on the model, where it has no number of its own: those that are
+    `"auto"`, as transformers fills them in, and those that are left out."""
+    zero = dict(config["zero_optimization"])
+    for name, size in sizes_by_model(hidden_size).items():
+        spellings = [key for key, field in ZERO_FIELDS.items() if field == name]
+        if all(zero.get(key, AUTO) == AUTO for key in spellings):
+            zero = {key: value for key, value in zero.items() if key not in spellings} | {spellings[0]: size}
+    return {**config, "zero_optimization": zero}
 
 
 def _check(where: str, key: str, value: Any, wanted: Any, option: str) -> None:

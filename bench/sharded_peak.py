@@ -8,6 +8,9 @@ rank's rows are those of `lowtide.estimate` on one device, the chunks of logits 
 living tensors on the rank that holds most; what the process took above its imports stands beside them, with the copies
 that gloo makes and what the allocator keeps. Under ZeRO-3 buckets are those of `"auto"`, and as little is gathered as
 can be: with DeepSpeed's own sizes, a model of less than 500 million parameters stays whole through the backward.
+
+With `--beside-replicas` each engine is run on the same rows, as its option alone has it, and the peak of its process
+stands beside that of whole copies. Run it where deepspeed is installed, or name engines without it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ from bench.inputs.shapes import OVER_RANKS
 from bench.inputs.tokenizer import load_tokenizer, tokenizer_for
 from bench.measuring.measure import hardware
 from bench.measuring.processes import ChildFailed
-from bench.measuring.results import SHARDED_PEAK, over_earlier, versions, write
+from bench.measuring.results import BESIDE_REPLICAS, SHARDED_PEAK, over_earlier, versions, write
 from bench.sharded.ranks import Case, parser_of_ranks, results_of_ranks
 
-NAME = "sharded-peak"
+NAME, BESIDE = "sharded-peak", "sharded-beside-replicas"
 MOST = 1.1
 """What is to be reached: measured over the sum."""
 BYTES = 4
@@ -45,6 +48,9 @@ LEAST_GATHERED = {
     "stage3_max_reuse_distance": 0,
 }
 """Of DeepSpeed's stage 3."""
+OF_REPLICAS = {"replicas": 1.0, "fsdp2": 0.75, "zero2": 1.0, "zero3": 1.0}
+"""What is to be reached: the peak of a rank over that of whole copies."""
+SMALL = ("llama-22m", "llama-60m")
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,34 @@ CASES = {
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and records; returns 1 where the target is missed or a run fails."""
     options, console = parse(argv), Console()
+    return beside_replicas(options, console) if options.beside_replicas else beside_the_sum(options, console)
+
+
+def beside_replicas(options: argparse.Namespace, console: Console) -> int:
+    """Peaks of the processes of all engines, by shape."""
+    table = Table("model", "engine", "loading", "process", "of replicas", "target")
+    found: dict[str, dict[str, Any]] = {}
+    for shape in SMALL:
+        whole = 0.0
+        for engine in ("replicas", *(each for each in OF_REPLICAS if each in options.engines and each != "replicas")):
+            with console.status(f"{engine}, {shape}"):
+                ranks = ranks_of(PeakCase(engine, 2, shape), options)
+            peak, loading = (max(each[name] for each in ranks) for name in ("peak_above_start_bytes", "loading_bytes"))
+            whole = whole or peak
+            case = {"process": peak, "loading": loading, "of_replicas": peak / whole}
+            found[f"{engine}, {shape}, 2 ranks"] = case | {"reached": case["of_replicas"] <= OF_REPLICAS[engine]}
+            sizes = [f"{size / 1e6:.0f}" for size in (loading, peak)]
+            table.add_row(shape, engine, *sizes, f"{peak / whole:.2f}", f"{OF_REPLICAS[engine]:.2f}")
+    console.print(table, "in MB")
+    if options.record:
+        results = {"kind": BESIDE_REPLICAS, "hardware": hardware("cpu"), "versions": versions()}
+        results["cases"] = over_earlier(BESIDE, results["hardware"], "cases", found)
+        write(BESIDE, results)
+    return int(not all(each["reached"] for each in found.values()))
+
+
+def beside_the_sum(options: argparse.Namespace, console: Console) -> int:
+    """Peaks of living tensors beside the sum of what has to be there."""
     table = Table("run", "states / N", "activations", "2 layers", "head", "sum", "measured", "ratio", "process, ratio")
     found, failed = {}, False
     for name in options.cases:
@@ -101,18 +135,24 @@ def main(argv: list[str] | None = None) -> int:
 
 def measured(case: PeakCase, options: argparse.Namespace) -> dict[str, Any]:
     """The terms of the sum, and what the rank took that held most; in bytes."""
-    of_run = Case("sft", case.engine, ranks=case.ranks, shape=case.shape, rows=options.rows * case.ranks)
     terms = terms_of(case, options)
-    with tempfile.TemporaryDirectory() as folder:
-        spec = {**vars(of_run), "contestant": "lowtide", "folder": folder, "counts_tensors": True}
-        spec |= {"options": IN_ROWS if case.in_rows else {}, "zero": LEAST_GATHERED}
-        spec |= {"warmup": options.warmup, "timed": options.timed}
-        spec["tokenizer"] = str(tokenizer_for(METHOD_CASES["sft"]["gsm8k"].rows()))
-        ranks = results_of_ranks(spec, options)
+    ranks = ranks_of(case, options, counts_tensors=True, zero=LEAST_GATHERED)
     total = sum(terms.values())
     process = max(rank["peak_above_start_bytes"] for rank in ranks)
     found = max(rank.get("tensor_bytes", process) for rank in ranks)
     return {**terms, "sum": total, "measured": found, "ratio": found / total, "process": process}
+
+
+def ranks_of(case: PeakCase, options: argparse.Namespace, **more: Any) -> list[dict[str, Any]]:
+    """What each rank measured; see `bench.sharded.child`."""
+    of_run = Case("sft", case.engine, ranks=case.ranks, shape=case.shape, rows=options.rows * case.ranks)
+    steps = options.warmup + options.timed
+    with tempfile.TemporaryDirectory() as folder:
+        spec = {**vars(of_run), "contestant": "lowtide", "folder": folder, **more}
+        spec |= {"options": IN_ROWS if case.in_rows else {}, "first_rows": steps * of_run.rows}
+        spec |= {"warmup": options.warmup, "timed": options.timed}
+        spec["tokenizer"] = str(tokenizer_for(METHOD_CASES["sft"]["gsm8k"].rows()))
+        return results_of_ranks(spec, options)
 
 
 def terms_of(case: PeakCase, options: argparse.Namespace) -> dict[str, int]:
@@ -162,6 +202,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     small = [name for name, case in CASES.items() if case.shape == "llama-22m"]
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=small, metavar="CASE")
     parser.add_argument("--rows", type=int, default=4, help="of a rank in a step [%(default)s]")
+    parser.add_argument("--beside-replicas", action="store_true", help="measure peaks beside those of whole copies")
+    parser.add_argument("--engines", nargs="+", choices=list(OF_REPLICAS), default=list(OF_REPLICAS), metavar="ENGINE")
     parser.set_defaults(timed=1, warmup=1)
     return parser.parse_args(argv)
 

@@ -22,6 +22,8 @@ LLAMA_22M = {
     "tie_word_embeddings": False,
 }
 
+LLAMA_60M = LLAMA_22M | {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 9}
+
 QWEN_05B = {
     "model_type": "qwen2",
     "vocab_size": 151_936,
@@ -115,7 +117,10 @@ SHAPES = {
 }
 
 
-OVER_RANKS = SHAPES | {"qwen2.5-0.5b-float32": Shape(QWEN_05B, device="cpu", dtype="float32")}
+OVER_RANKS = SHAPES | {
+    "llama-60m": Shape(LLAMA_60M, device="cpu", dtype="float32"),
+    "qwen2.5-0.5b-float32": Shape(QWEN_05B, device="cpu", dtype="float32"),
+}
 """Those that several ranks share on a CPU."""
 
 

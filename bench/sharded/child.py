@@ -2,7 +2,8 @@
 
 A `gigabits` in what it is given slows the exchange of gradients down to a link of so many a second; without `overlap`
 it follows backward, and without `by_rows` all rows of the embedding's are exchanged. `counts_tensors` has the
-bytes of living tensors counted, `options` are further ones of lowtide's config, and `zero` of DeepSpeed's stage 3.
+bytes of living tensors counted, `options` are further ones of lowtide's config, and `zero` of DeepSpeed's stage.
+With `first_rows` the dataset has no more than so many.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,8 +30,9 @@ from bench.measuring.processes import MARK
 
 APART = "apart"
 """In place of an engine: ranks that exchange nothing."""
-ZERO_3: dict[str, Any] = {
-    "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+BY_DEEPSPEED = ("zero2", "zero3")
+"""Engines whose number is ZeRO's stage."""
+ZERO: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
@@ -53,7 +56,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         build_model(OVER_RANKS[spec["shape"]]).save_pretrained(folder / "model")
     meet()
     gc.collect()
-    rows = CASES[spec["method"]]["gsm8k"].rows()
+    rows = CASES[spec["method"]]["gsm8k"].rows()[: spec.get("first_rows")]
     dataset = Dataset.from_list(rows[rank :: spec["ranks"]] if alone else rows)
     steps, timer = spec["warmup"] + spec["timed"], clock("cpu")
     loading, training = PeakMeter("cpu"), PeakMeter("cpu")
@@ -85,11 +88,11 @@ def _meet(spec: dict[str, Any]) -> Callable[[], object]:
         return lambda: None
     import torch.distributed as dist
 
-    if spec["engine"] == "zero3":
+    if find_spec("deepspeed") is not None:  # accelerate imports it under every engine
         importlib.import_module("torch._dynamo")  # deepspeed patches tensors, after which it cannot be imported
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
+        importlib.import_module("deepspeed")
+    if spec["engine"] in BY_DEEPSPEED:
+        importlib.import_module("deepspeed").init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
     return dist.barrier
@@ -142,8 +145,9 @@ def _options(spec: dict[str, Any], steps: int) -> dict[str, Any]:
         "use_cpu": True,
         "bf16": False,
     }
-    if spec["engine"] == "zero3":
-        common["deepspeed"] = {**ZERO_3, "zero_optimization": ZERO_3["zero_optimization"] | spec.get("zero", {})}
+    if spec["engine"] in BY_DEEPSPEED:
+        stage = {"stage": int(spec["engine"][-1]), "stage3_gather_16bit_weights_on_model_save": True}
+        common["deepspeed"] = {**ZERO, "zero_optimization": stage | spec.get("zero", {})}
         if spec["contestant"] == "trl":
             _tell_accelerate()
             del common["use_cpu"]

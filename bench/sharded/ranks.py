@@ -22,7 +22,7 @@ class Case:
 
     method: str
     engine: str
-    """"fsdp2", "zero3", "replicas" or "apart"."""
+    """"fsdp2", "zero2", "zero3", "replicas" or "apart"."""
     ranks: int = 2
     shape: str = "llama-22m"
     rows: int = 8

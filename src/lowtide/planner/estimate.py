@@ -180,7 +180,7 @@ def heap_of(run: FakeRun, events: Iterable[Event]) -> GlibcHeap:
     heap = GlibcHeap(
         host_heap.MMAP_ABOVE_OF_LARGE if large else host_heap.MMAP_ABOVE,
         host_heap.TRIM_ABOVE,
-        near=host_heap.NEAR,
+        near=1 if run.gathers else host_heap.NEAR,  # it is trimmed before the head in any case, where most is held
         thread_cache=has_thread_cache(),
     )
     packed = min(PACKED, 4 * run.method.head.packed_elements(run.described))
@@ -213,7 +213,7 @@ class RankTrace:
         part = run if sharding.tensor_parallel == 1 else _of_split_layers(run, sharding.tensor_parallel)
         part = part.split(sharding.sequence_parallel).gathering(sharding.cuts_weights or sharding.by_deepspeed)
         traced = part.traced(device)
-        heap = heap_of(run, traced.events) if device.kind == "cpu" else None
+        heap = heap_of(part, traced.events) if device.kind == "cpu" else None
         events = list(run_of(traced.events, rehearsal=run.rehearsal and not sharding.by_deepspeed))
         found = one_device(events, heap, tokens=traced.tokens, micro_batches=traced.micro_batches)
         found = replace(found, sent=traced.sent_bytes, on_host=host_bytes(events))
@@ -221,7 +221,7 @@ class RankTrace:
             local = local_layout(run.reference_layout(), sharding.tensor_parallel)
             share = byte_sum(local.parameters) / byte_sum(part.reference_layout().parameters)
             found = replace(found, reference_share=share)
-        start = peaks(start_of(traced.events), heap_of(run, traced.events) if heap is not None else None)
+        start = peaks(start_of(traced.events), heap_of(part, traced.events) if heap is not None else None)
         # many are kept, and events are large
         return cls(replace(traced, events=()), found, run.layout(), _peak(start))
 

@@ -62,13 +62,13 @@ def test_a_small_model_that_gathers_maps_what_is_whole_for_a_moment_and_trims_be
     heap = SimpleNamespace(mallopt=said.__setitem__)
     monkeypatch.setattr(host_heap, "glibc", lambda: heap)
     times = []
-    monkeypatch.setattr(host_heap, "trim_heap", lambda: times.append(1))
+    monkeypatch.setattr(host_heap, "trim_heap", lambda near=None: times.append(near))
     model = Stack()
     assert host_heap.settle_heap(model, gathers=True)
     assert said[host_heap.M_MMAP_THRESHOLD] == host_heap.MMAP_ABOVE
     with torch.no_grad():
         model(torch.randn(4, 8))
-    assert len(times) == 3 + 1
+    assert times == [None, None, None, 1]  # before the head in any case
     monkeypatch.setattr(host_heap, "LARGE", 0)
     assert host_heap.settle_heap(Stack(), gathers=True)
     assert said[host_heap.M_MMAP_THRESHOLD] == host_heap.MMAP_ABOVE_OF_LARGE

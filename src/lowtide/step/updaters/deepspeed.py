@@ -88,7 +88,7 @@ class DeepSpeedUpdater(Updater):
             NotFiniteStep: gradients are no numbers; the weights are as before.
         """
         if self.device.type == "cpu":
-            trim_heap()  # gradients that were brought together leave holes, beside which the step takes its buffers
+            trim_heap(near=1)  # gradients that were brought together leave holes, beside which the step takes buffers
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         if not self.engine.was_step_applied():

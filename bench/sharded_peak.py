@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
 def beside_replicas(options: argparse.Namespace, console: Console) -> int:
     """Peaks of the processes of all engines, by shape."""
     table = Table("model", "engine", "loading", "process", "of replicas", "target")
-    found: dict[str, dict[str, Any]] = {}
+    reached = True
     for shape in SMALL:
         whole = 0.0
         for engine in ("replicas", *(each for each in OF_REPLICAS if each in options.engines and each != "replicas")):
@@ -98,16 +98,20 @@ def beside_replicas(options: argparse.Namespace, console: Console) -> int:
                 ranks = ranks_of(PeakCase(engine, 2, shape), options)
             peak, loading = (max(each[name] for each in ranks) for name in ("peak_above_start_bytes", "loading_bytes"))
             whole = whole or peak
-            case = {"process": peak, "loading": loading, "of_replicas": peak / whole}
-            found[f"{engine}, {shape}, 2 ranks"] = case | {"reached": case["of_replicas"] <= OF_REPLICAS[engine]}
-            sizes = [f"{size / 1e6:.0f}" for size in (loading, peak)]
-            table.add_row(shape, engine, *sizes, f"{peak / whole:.2f}", f"{OF_REPLICAS[engine]:.2f}")
-    console.print(table, "in MB")
-    if options.record:
-        results = {"kind": BESIDE_REPLICAS, "hardware": hardware("cpu"), "versions": versions()}
-        results["cases"] = over_earlier(BESIDE, results["hardware"], "cases", found)
-        write(BESIDE, results)
-    return int(not all(each["reached"] for each in found.values()))
+            row = [shape, engine, *(f"{size / 1e6:.0f}" for size in (loading, peak))]
+            row += [f"{peak / whole:.2f}", f"{OF_REPLICAS[engine]:.2f}"]
+            table.add_row(*row)
+            console.print(*row, sep="  ")
+            reached &= peak / whole <= OF_REPLICAS[engine]
+            if options.record:
+                found = {"process": peak, "loading": loading, "of_replicas": peak / whole}
+                results = {"kind": BESIDE_REPLICAS, "hardware": hardware("cpu"), "versions": versions()}
+                name = f"{engine}, {shape}, 2 ranks"
+                results["cases"] = over_earlier(BESIDE, results["hardware"], "cases", {name: found})
+                write(BESIDE, results)
+    console.print(table)
+    console.print("in MB")
+    return int(not reached)
 
 
 def beside_the_sum(options: argparse.Namespace, console: Console) -> int:

@@ -91,7 +91,7 @@ def _meet(spec: dict[str, Any]) -> Callable[[], object]:
     if find_spec("deepspeed") is not None:  # accelerate imports it under every engine
         importlib.import_module("torch._dynamo")  # deepspeed patches tensors, after which it cannot be imported
         importlib.import_module("deepspeed")
-    if spec["engine"] in BY_DEEPSPEED:
+    if spec["engine"] in BY_DEEPSPEED and spec["contestant"] == "trl":  # lowtide starts it by itself
         importlib.import_module("deepspeed").init_distributed("gloo")
     else:
         dist.init_process_group("gloo")

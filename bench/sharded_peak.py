@@ -91,7 +91,7 @@ def beside_replicas(options: argparse.Namespace, console: Console) -> int:
     """Peaks of the processes of all engines, by shape."""
     table = Table("model", "engine", "loading", "process", "of replicas", "target")
     reached = True
-    for shape in SMALL:
+    for shape in options.shapes:
         whole = 0.0
         for engine in ("replicas", *(each for each in OF_REPLICAS if each in options.engines and each != "replicas")):
             with console.status(f"{engine}, {shape}"):
@@ -208,6 +208,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4, help="of a rank in a step [%(default)s]")
     parser.add_argument("--beside-replicas", action="store_true", help="measure peaks beside those of whole copies")
     parser.add_argument("--engines", nargs="+", choices=list(OF_REPLICAS), default=list(OF_REPLICAS), metavar="ENGINE")
+    parser.add_argument("--shapes", nargs="+", choices=SMALL, default=SMALL, metavar="MODEL", help="beside replicas")
     parser.set_defaults(timed=1, warmup=1)
     return parser.parse_args(argv)
 

@@ -20,6 +20,14 @@ KINDS = ("plain", "single", "thoughts", "inline thoughts", "tools", "agent")
 QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+LLAMA_SPLIT = QWEN_SPLIT.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORD, _SHORT = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT_SPLIT = (
+    rf"{_WORD}{_UPPER}*{_LOWER}+{_SHORT}|{_WORD}{_UPPER}+{_LOWER}*{_SHORT}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {"qwen": QWEN_SPLIT, "llama": LLAMA_SPLIT, "gpt": GPT_SPLIT}
 STOPS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>"),
     *("<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|eot|>", "<|eom|>", "</s>"),
@@ -51,10 +59,31 @@ def template(name: str) -> str:
 
 
 @functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One that merges over line breaks as Qwen's does, with every special token that one of the templates writes."""
+def tokenizer(kind: str = "qwen") -> PreTrainedTokenizerFast:
+    """One that splits and merges texts as a family's does, or by Unigram, with every special token that one of the
+    templates writes."""
+    corpus = [template(name) for name in PLAIN] + ["a\n\nb\n\n c\n d"] * 50
+    tok = _unigram(corpus) if kind == "unigram" else _byte_pairs(corpus, SPLITS[kind])
+    written = sorted({found for name in PLAIN for found in WRITTEN.findall(template(name))} | {*STOPS})
+    tok.add_special_tokens(written)
+    return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", bos_token="<s>", eos_token="<|endoftext|>")
+
+
+def _unigram(corpus: list[str]) -> Tokenizer:
+    tok = Tokenizer(models.Unigram())
+    tok.pre_tokenizer, tok.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<pad>", "<s>", "<|endoftext|>", "<unk>"]
+    alphabet = [chr(code) for code in range(33, 127)] + ["\n"]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=900, special_tokens=special, unk_token="<unk>", initial_alphabet=alphabet, show_progress=False
+    )
+    tok.train_from_iterator([line for text in corpus for line in text.splitlines(keepends=True)], trainer)
+    return tok
+
+
+def _byte_pairs(corpus: list[str], pattern: str) -> Tokenizer:
     tok = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(QWEN_SPLIT), "isolated")
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
     tok.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -63,14 +92,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=900, initial_alphabet=alphabet, special_tokens=["<pad>", "<s>", "<|endoftext|>"], show_progress=False
     )
-    tok.train_from_iterator([template(name) for name in PLAIN] + ["a\n\nb\n\n c\n d"] * 50, trainer)
-    written = sorted({found for name in PLAIN for found in WRITTEN.findall(template(name))} | {*STOPS})
-    tok.add_special_tokens(written)
-    return PreTrainedTokenizerFast(tokenizer_object=tok, pad_token="<pad>", bos_token="<s>", eos_token="<|endoftext|>")
+    tok.train_from_iterator(corpus, trainer)
+    return tok
 
 
-def stop_ids(name: str) -> list[int]:
-    return [tokenizer().get_vocab()[text] for text in STOPS_OF.get(name, STOPS)]
+def stop_ids(name: str, kind: str = "qwen") -> list[int]:
+    return [tokenizer(kind).get_vocab()[text] for text in STOPS_OF.get(name, STOPS)]
 
 
 def conversation(name: str, kind: str) -> tuple[list[dict[str, Any]], list[Any] | None]:

@@ -9,6 +9,7 @@ TOOLS = {
     "plan": ("lowtide.cli.planning.plan", "the fastest settings of a run that fit a memory budget"),
     "estimate": ("lowtide.cli.planning.estimate", "how much memory a run will take, before it starts"),
     "lengths": ("lowtide.cli.lengths", "how long a dataset's rows are, and which max_length to take"),
+    "show": ("lowtide.cli.show", "rows of a dataset as the model will see them: what is scored, and what is dropped"),
     "profile": ("lowtide.cli.planning.profile", "run a few steps of a method, and show where their memory went"),
     "measure": (
         "lowtide.cli.planning.measure",

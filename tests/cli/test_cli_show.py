@@ -1,0 +1,80 @@
+"""`lowtide show`: what of a row is context, scored and dropped."""
+
+import argparse
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from lowtide.cli import show
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {% if loop.last and m.thinking %}{{ m.thinking }} then {% endif %}"
+    "{{ m['content'] }} <end> {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "a b"},
+    {"role": "assistant", "content": "c", "reasoning": "d e"},
+    {"role": "user", "content": "f"},
+    {"role": "assistant", "content": "g h", "reasoning": "i"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A folder with a tokenizer for which each word is one token, and a generation config."""
+    folder = tmp_path_factory.mktemp("model")
+    words = ["<unk>", "</s>", "<end>", "user", "assistant", "then", *"abcdefghi"]
+    built = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    built.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(eos_token_id=[1, 2]).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(model, tmp_path, monkeypatch, capsys):
+    """Runs the subcommand on a conversation and a text of one turn, and gives the lines that it printed."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (TALK, TALK[:2])))
+
+    def run(*arguments, colours=False) -> list[str]:
+        monkeypatch.setenv("FORCE_COLOR" if colours else "NO_COLOR", "1")
+        parser = argparse.ArgumentParser()
+        show.add_parser(parser.add_subparsers())
+        args = parser.parse_args(["show", str(path), "--model", model, *map(str, arguments)])
+        assert args.run(args) == 0
+        return [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+    return run
+
+
+def test_each_segment_has_its_context_and_what_is_scored(run):
+    assert run("--assistant_only_loss") == [
+        "row 0, segment 1 of 2: 10 tokens: 5 context 5 scored",
+        "context: 'user a b <end> assistant'",
+        "scored: 'd e then c <end>'",
+        "row 0, segment 2 of 2: 16 tokens: 11 context 5 scored",
+        "context: 'user a b <end> assistant c <end> user f <end> assistant'",
+        "scored: 'i then g h <end>'",
+    ]
+
+
+def test_rows_what_is_dropped_and_the_whole(run):
+    lines = run("--assistant_only_loss", "--row", 1, "--max_length", 7)
+    assert lines[1:] == ["context: 'user a b <end> assistant'", "scored: 'd e'", "dropped: 'then c <end>'"]
+    assert len(run("--rows", 2)) == 6
+
+
+def test_the_parts_are_coloured_on_a_terminal(run):
+    text = "\n".join(run("--assistant_only_loss", colours=True))
+    assert "\x1b[1;32m" in text
+    assert "i then g h <end>" in text
+
+
+def test_a_row_that_is_not_there_is_refused(run):
+    with pytest.raises(ValueError, match=r"--row 2 .* has the rows 0 to 1"):
+        run("--row", 2)

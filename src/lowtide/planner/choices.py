@@ -7,7 +7,7 @@ share a step, packing; and accumulation, in whose place the token budget cuts a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -73,37 +73,41 @@ def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
 
 def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
     """All that may be chosen, each axis with its plain choice first."""
-    lists: dict[str, Sequence[tuple[Choice, Mapping[str, Any]]]] = {
+    offered: dict[str, Iterable[Choice]] = {
         "activations": _activations(sizes),
-        "optimizer": _optimizers(),
-        "gradients": _gradients(setting),
-        "states": _states(setting),
-        "reference": _reference(setting),
-        "precision": _precision(setting),
-        "trained": _trained(setting),
-        "keys": _keys(setting, sizes),
+        "optimizer": [Choice("AdamW"), *_optimizers()],
+        "gradients": [Choice("gradients kept to the step"), *_gradients(setting)],
+        "states": [Choice("states on the device"), *_states(setting)],
+        "reference": [Choice("reference as it is"), *_reference(setting)],
+        "precision": [Choice("precision as it is"), *_precision(setting)],
+        "trained": [Choice("trained as it is"), *_trained(setting)],
+        "keys": [Choice("keys on the device"), *_keys(setting, sizes)],
     }
     if sizes.in_pieces:
-        lists = {name: [each for each in choices if not each[0].whole] for name, choices in lists.items()}
-    made = (_axis(name, choices, setting) for name, choices in lists.items())
+        offered = {name: [each for each in choices if not each.whole] for name, choices in offered.items()}
+    made = (_axis(name, choices, setting) for name, choices in offered.items())
     return [axis for axis in made if axis.scales or len(axis.choices) > 1]
 
 
-def _axis(name: str, choices: Sequence[tuple[Choice, Mapping[str, Any]]], setting: Setting) -> Axis:
-    left = []
-    for choice, state in choices:
-        known = {each: value for each, value in state.items() if each in setting.names}
-        agrees = all(setting.requested.get(each, value) == value for each, value in known.items())
-        if len(known) == len(state) and agrees and (choice.changes is None or not setting.exact):
-            left.append(_written(choice, known, setting))
+def _axis(name: str, choices: Iterable[Choice], setting: Setting) -> Axis:
+    """The choices that agree with what was given."""
+    left = [_written(each, setting) for each in choices if _agrees(each, setting)]
     return Axis(name, left or [Choice("as given")], scales=name == "activations")
 
 
-def _written(choice: Choice, state: Mapping[str, Any], setting: Setting) -> Choice:
+def _agrees(choice: Choice, setting: Setting) -> bool:
+    return (
+        set(choice.options) <= set(setting.names)
+        and all(setting.requested.get(name, value) == value for name, value in choice.options.items())
+        and (choice.changes is None or not setting.exact)
+    )
+
+
+def _written(choice: Choice, setting: Setting) -> Choice:
     """The choice with those options that a user would have to write."""
     options = {
         name: value
-        for name, value in state.items()
+        for name, value in choice.options.items()
         if name not in setting.requested and setting.defaults.get(name) != value
     }
     return replace(choice, options=options)
@@ -116,6 +120,7 @@ def _technique(name: str, /, **otherwise: Any) -> Choice:
     assert chosen is not None
     found = Choice(
         name,
+        technique.options,
         slower=chosen.slower,
         changes=technique.changes,
         last_resort=chosen.last_resort,
@@ -124,122 +129,105 @@ def _technique(name: str, /, **otherwise: Any) -> Choice:
     return replace(found, **otherwise)
 
 
-def _activations(sizes: Sizes) -> list[tuple[Choice, Mapping[str, Any]]]:
+def _activations(sizes: Sizes) -> list[Choice]:
     """What is computed again comes on top; of several techniques together nothing but this says how much."""
+    offloaded = {**FULL, "activation_offloading": True}
     found = [
-        (Choice("no checkpointing"), PLAIN),
-        (_technique("checkpointing that keeps products"), {**FULL, "checkpointing_policy": "matmul"}),
-        (_technique("checkpointing of every k-th layer"), {**FULL, "checkpointing_every": 2}),
-        (_technique("checkpointing that keeps attention"), {**FULL, "checkpointing_policy": "attention"}),
-        (_technique("gradient checkpointing"), FULL),
-        (
-            Choice("checkpointing and activation offloading", slower=4.3 / 3),
-            {**FULL, "activation_offloading": True},
-        ),
+        Choice("no checkpointing", PLAIN),
+        _technique("checkpointing that keeps products", options={**FULL, "checkpointing_policy": "matmul"}),
+        _technique("checkpointing of every k-th layer", options={**FULL, "checkpointing_every": 2}),
+        _technique("checkpointing that keeps attention", options={**FULL, "checkpointing_policy": "attention"}),
+        _technique("gradient checkpointing", options=FULL),
+        Choice("checkpointing and activation offloading", offloaded, slower=4.3 / 3),
     ]
     tile = min(TILE, 1 << max(0, (sizes.whole // 4).bit_length() - 1))
     if tile >= 64:
-        tiled = {**FULL, "mlp_tile_tokens": tile}
+        tiled = {"mlp_tile_tokens": tile}
         found += [
-            (Choice("checkpointing and tiled MLP", slower=4.1 / 3), tiled),
-            (
-                Choice("checkpointing, offloading and tiled MLP", slower=4.4 / 3),
-                {**tiled, "activation_offloading": True},
-            ),
+            Choice("checkpointing and tiled MLP", {**FULL, **tiled}, slower=4.1 / 3),
+            Choice("checkpointing, offloading and tiled MLP", {**offloaded, **tiled}, slower=4.4 / 3),
         ]
-    return sorted(found, key=lambda each: each[0].slower)
+    return sorted(found, key=lambda each: each.slower)
 
 
-def _optimizers() -> list[tuple[Choice, Mapping[str, Any]]]:
+def _optimizers() -> list[Choice]:
     """Those that are no AdamW come last."""
     on_axis = [each for each in TECHNIQUES.values() if each.chosen and each.chosen.axis == "optimizer"]
-    on_axis = [each for each in on_axis if all(map(find_spec, each.needs))]
-    on_axis.sort(key=lambda each: str(each.changes).startswith(ANOTHER))
-    return [(Choice("AdamW"), {}), *((_technique(each.name), each.options) for each in on_axis)]
+    found = [_technique(each.name) for each in on_axis if all(map(find_spec, each.needs))]
+    return sorted(found, key=lambda each: str(each.changes).startswith(ANOTHER))
 
 
-def _gradients(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
-    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("gradients kept to the step"), {})]
+def _gradients(setting: Setting) -> Iterator[Choice]:
     if setting.requested.get("fp16") or setting.requested.get("gradient_accumulation_steps", 1) > 1:
-        return found
+        return
     clips = setting.requested.get("max_grad_norm", setting.defaults.get("max_grad_norm"))
-    unclipped = "gradients are no longer clipped" if clips else None
-    found.append((_technique(IN_BACKWARD, changes=unclipped), TECHNIQUES[IN_BACKWARD].options))
+    yield _technique(IN_BACKWARD, changes="gradients are no longer clipped" if clips else None)
     if clips:
-        found.append((_technique(TWO_PASSES), TECHNIQUES[TWO_PASSES].options))
+        yield _technique(TWO_PASSES)
     if setting.device_kind in ("cpu", "cuda") and not setting.adapters and "ref_model_storage" not in setting.names:
         where = "a file" if setting.device_kind == "cpu" else "host memory"
-        in_file = _technique("streamed trained weights", name=f"weights and states in {where}")
-        in_file = replace(in_file, slower=in_file.slower * (_technique(TWO_PASSES).slower if clips else 1.0))
-        found.append((in_file, {"optimizer_in_backward": TWO_PASS if clips else True, "trained_weights": "stream"}))
-    return found
+        options = {"optimizer_in_backward": TWO_PASS if clips else True, "trained_weights": "stream"}
+        streamed = _technique("streamed trained weights", name=f"weights and states in {where}", options=options)
+        yield replace(streamed, slower=streamed.slower * (_technique(TWO_PASSES).slower if clips else 1.0))
 
 
-def _states(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
-    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("states on the device"), {})]
+def _states(setting: Setting) -> Iterator[Choice]:
     if setting.device_kind == "cuda":
-        found.append((_technique("optimizer states in host memory"), {"optimizer_states_on_host": True}))
-    return found
+        yield _technique("optimizer states in host memory")
 
 
-def _reference(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
-    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("reference as it is"), {})]
+def _reference(setting: Setting) -> Iterator[Choice]:
     taught = "teacher_model_name_or_path" in setting.names and (
         not setting.adapters or setting.requested.get("teacher_model_name_or_path") is not None
     )
     precomputes = "precompute_ref_log_probs" in setting.names and not setting.adapters
     if not (taught or precomputes) or setting.requested.get("sync_ref_model"):
-        return found
+        return
     if precomputes and not setting.streamed:
-        found.append((Choice("precomputed reference", timed=False), {"precompute_ref_log_probs": True}))
-    if not setting.requested.get("precompute_ref_log_probs"):
-        if setting.device_kind == "cuda":
-            found.append((Choice("reference in host memory", slower=1.3), {"ref_model_storage": "cpu"}))
-        for bits, package in ((8, "torchao"), (4, "bitsandbytes")):
-            if find_spec(package):
-                rounded = f"the reference's weights are rounded to {bits} bits"
-                name = f"reference in {bits} bits"
-                found.append((Choice(name, slower=1.1, changes=rounded), {"ref_model_storage": f"{bits}bit"}))
-    return found
+        yield Choice("precomputed reference", {"precompute_ref_log_probs": True}, timed=False)
+    if setting.requested.get("precompute_ref_log_probs"):
+        return
+    if setting.device_kind == "cuda":
+        yield Choice("reference in host memory", {"ref_model_storage": "cpu"}, slower=1.3)
+    for bits, package in ((8, "torchao"), (4, "bitsandbytes")):
+        if find_spec(package):
+            rounded = f"the reference's weights are rounded to {bits} bits"
+            options = {"ref_model_storage": f"{bits}bit"}
+            yield Choice(f"reference in {bits} bits", options, slower=1.1, changes=rounded)
 
 
-def _precision(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
+def _precision(setting: Setting) -> Iterator[Choice]:
     """How weights are stored and computed with; frozen ones are streamed in the precision of their files alone."""
-    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("precision as it is"), {}), *_streamed(setting)]
+    yield from _streamed(setting)
     if setting.requested.get("fp16"):
-        return found
+        return
     if setting.device_kind == "cpu":
         slower = {} if cpu_has_bf16() else {"slower": 1.5}
-        found.append((_technique("bfloat16 mixed precision", **slower), {"bf16": True}))
+        yield _technique("bfloat16 mixed precision", **slower)
+    options = {"dtype": "bfloat16"}
     if setting.adapters:
-        frozen = Choice("frozen weights in bfloat16", slower=0.95, changes=FROZEN_BFLOAT16)
-        return [*found, (frozen, {"dtype": "bfloat16"})]
-    pure = Choice("bfloat16 weights", slower=0.9, changes=PURE_BFLOAT16, last_resort=True)
-    return [*found, (pure, {"dtype": "bfloat16"})]
+        yield Choice("frozen weights in bfloat16", options, slower=0.95, changes=FROZEN_BFLOAT16)
+    else:
+        yield Choice("bfloat16 weights", options, slower=0.9, changes=PURE_BFLOAT16, last_resort=True)
 
 
-def _streamed(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
+def _streamed(setting: Setting) -> Iterator[Choice]:
     """Frozen weights of which a layer at a time is resident, for when nothing else fits."""
     choice = _technique("streamed base weights", name="frozen weights streamed")
     if setting.files_dtype == setting.dtype:
-        return [(choice, {"base_weights": "stream"})]
-    if setting.files_dtype == "bfloat16":
-        rounded = replace(choice, name="frozen weights in bfloat16, streamed", changes=FROZEN_BFLOAT16)
-        return [(rounded, {"base_weights": "stream", "dtype": "bfloat16"})]
-    return []
+        yield choice
+    elif setting.files_dtype == "bfloat16":
+        options = {**choice.options, "dtype": "bfloat16"}
+        yield replace(choice, name="frozen weights in bfloat16, streamed", options=options, changes=FROZEN_BFLOAT16)
 
 
-def _trained(setting: Setting) -> list[tuple[Choice, Mapping[str, Any]]]:
-    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("trained as it is"), {})]
-    if setting.adapters:
-        return found
-    return [*found, (Choice("LoRA", slower=0.8, changes=LORA, last_resort=True), {"use_peft": True})]
+def _trained(setting: Setting) -> Iterator[Choice]:
+    if not setting.adapters:
+        yield Choice("LoRA", {"use_peft": True}, slower=0.8, changes=LORA, last_resort=True)
 
 
-def _keys(setting: Setting, sizes: Sizes) -> list[tuple[Choice, Mapping[str, Any]]]:
+def _keys(setting: Setting, sizes: Sizes) -> Iterator[Choice]:
     """Where those of a row wait that is run in pieces."""
-    found: list[tuple[Choice, Mapping[str, Any]]] = [(Choice("keys on the device"), {})]
     if sizes.in_pieces:
         where = "host memory" if setting.device_kind == "cuda" else "a file"
-        found.append((Choice(f"keys in {where}", slower=1.1), {"chain_storage": HOST}))
-    return found
+        yield Choice(f"keys in {where}", {"chain_storage": HOST}, slower=1.1)

@@ -230,8 +230,8 @@ def plan(
         raise ValueError("nodes and host_memory need `devices`, those of one node: '8xH100'")
     cluster = None if devices is None else Cluster.of(devices, nodes, _amount(host_memory))
     run, loaded = _run(method, model, dataset, cluster.device.name if cluster else device, inputs)
-    run = replace(run, cluster=cluster)
     rows, notes = first_rows(loaded)
+    run = replace(run, cluster=cluster, exact=exact, streamed=rows is not loaded)
     room, of_budget = read_budget(budget, run.device)
     own = {name: each for name, each in (("model", model), ("dataset", dataset)) if isinstance(each, str)}
     lengths = inputs.get("lengths")
@@ -244,10 +244,8 @@ def plan(
         run,
         rows,
         room,
-        exact=exact,
         explain=explain,
         source=own | dict(run.requested),
-        streamed=rows is not loaded,
         notes=(*of_budget, *notes),
     )
 

@@ -58,6 +58,10 @@ class PlannedRun:
     """Whether its weights are loaded from files; false for a model that is there already."""
     whole_rows: bool = False
     """Whether no budget may be below the longest row, since something that no trace sees needs rows whole."""
+    streamed: bool = False
+    """Whether it reads its rows while it trains."""
+    exact: bool = True
+    """Whether only settings may be chosen that leave the numbers alone."""
     known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """What was traced of it over several devices, which plans for other numbers of them share."""
 

@@ -7,10 +7,12 @@ share a step, packing; and accumulation, in whose place the token budget cuts a 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
+
+from datasets import Dataset
 
 from lowtide.compat.torch import cpu_has_bf16
 from lowtide.memory.activations.chain_storage import HOST
@@ -18,7 +20,9 @@ from lowtide.memory.options import TWO_PASS
 from lowtide.memory.table import ANOTHER, TECHNIQUES
 from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
 from lowtide.planner.candidate import PlannedRun
-from lowtide.planner.search import Axis, Choice, Sizes
+from lowtide.planner.estimate import BANDS
+from lowtide.planner.pieces import Searches, sizes_in_pieces
+from lowtide.planner.search import Axis, Choice, Search, Sizes
 from lowtide.run.engine import computed_in
 from lowtide.run.options.configs import config_class
 
@@ -54,7 +58,35 @@ class Setting:
     """Of the model's files, where frozen weights can be streamed from them; empty elsewhere."""
 
 
-def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is asked for."""
+
+    run: PlannedRun
+    """Without what spreads it over devices, for traces, which are of one rank."""
+    rows: Dataset
+    """Prepared."""
+    sizes: Sizes
+    room: int
+    """The budget, in bytes."""
+    explain: bool
+    """Whether runners-up and the effect of each technique are wanted, which take more traces."""
+
+    @property
+    def most(self) -> float:
+        """Bytes that a predicted peak may take: of the budget a part is left for what it may miss."""
+        return self.room / (1 + BANDS[self.run.device.kind])
+
+    def axes(self, sizes: Sizes) -> list[Axis]:
+        """What is chosen from, for sizes of a micro-batch."""
+        return axes(setting_of(self.run), sizes)
+
+    def searches(self, search_of: Callable[[Sizes], Search]) -> Searches:
+        """Those of whole rows and, where some may be cut, of rows in pieces."""
+        return Searches(search_of, self.sizes, None if self.run.whole_rows else sizes_in_pieces(self.sizes))
+
+
+def setting_of(run: PlannedRun) -> Setting:
     """What there is to choose from for a run."""
     plain, defaults = run.config({}), config_class(run.method)(output_dir="plan", use_cpu=True, report_to="none")
     stored = {"dtype"} if "dtype" in (plain.model_init_kwargs or {}) else set()
@@ -63,9 +95,9 @@ def setting_of(run: PlannedRun, *, exact: bool, streamed: bool) -> Setting:
         defaults=vars(defaults),
         requested=run.requested,
         device_kind=run.device.kind,
-        exact=exact,
+        exact=run.exact,
         adapters=run.peft_config is not None,
-        streamed=streamed,
+        streamed=run.streamed,
         dtype=str(stored_dtype(run)).removeprefix("torch."),
         files_dtype=files_dtype(run, computed_in(plain)) if run.peft_config is not None else "",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lowtide.planner.estimate import Estimate
 from lowtide.planner.search import ROUND, Candidate, Refused, Search, Sizes
 
 LEAST_TOKENS = 128
@@ -38,6 +39,14 @@ class Searches:
     def traces(self) -> int:
         """That were made."""
         return self.whole.traces + (0 if self._pieces is None else self._pieces.traces)
+
+    def plain(self) -> Estimate:
+        """Whole rows with the plain settings.
+
+        Raises:
+            Refused: they cannot be traced.
+        """
+        return self.whole.traced(self.whole.plain, None)
 
     def best(self, runners_up: int = 0) -> list[Candidate]:
         """The fastest settings that fit, which are traced, and others, which may be predicted to be as fast; empty if

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from datasets import Dataset
@@ -16,15 +16,12 @@ from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16, with_it
 from lowtide.planner.answers.ways_out import is_taken, ways_out
 from lowtide.planner.candidate import PlannedRun, counted_weights, measured, prepared_rows
-from lowtide.planner.choices import axes, setting_of
-from lowtide.planner.cluster import Cluster
+from lowtide.planner.choices import Asked
 from lowtide.planner.estimate import BANDS, Estimate
-from lowtide.planner.over_devices import Traces, Ways, rate_of_all, says_how, shardings_of, without_engines
+from lowtide.planner.over_devices import OverDevices, Spread, rate_of_all, shardings_of, without_engines
 from lowtide.planner.parallel import processes_at_once
-from lowtide.planner.pieces import Searches, sizes_in_pieces
-from lowtide.planner.search import HOLES, Axis, Candidate, Refused, Search, Sizes
+from lowtide.planner.search import HOLES, Candidate, Refused, Search, Sizes
 from lowtide.planner.sharding.degrees import sharding_name
-from lowtide.ranks.sharding import Sharding
 
 RUNNERS_UP = 3
 IN_PIECES = "rows in pieces"
@@ -99,38 +96,6 @@ def _with_text_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key).removeprefix("torch."): _with_text_keys(each) for key, each in value.items()}
     return [_with_text_keys(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How a run is spread over several devices, and what is predicted of all of them."""
-
-    sharding: Sharding
-    cluster: Cluster
-    host_bytes: int
-    """That the host of each node holds while the run trains."""
-    loading_bytes: int
-    """That it holds while the run begins: the files of the model once, mapped, where processes cut their parts from
-    them; else the whole model for each process."""
-    tokens_per_second: float
-    """Of all devices together."""
-    cost: float | None = None
-    """Device-seconds a token, over those of the best plan of one node; None where nothing fits there, or it was not
-    asked."""
-
-    def launch(self, method: str, file: str) -> str:
-        """The command that runs a run file."""
-        if self.cluster.nodes == 1:
-            return f"lowtide {method} --config {file}"
-        return (
-            f"torchrun --nnodes {self.cluster.nodes} --nproc_per_node {self.cluster.per_node} --rdzv_backend c10d "
-            f"--rdzv_endpoint FIRST-NODE:29500 -m lowtide {method} --config {file}"
-        )
-
-    @property
-    def of_launcher(self) -> dict[str, int]:
-        """What a run file says to start the processes, which `torchrun` does on several nodes."""
-        return {"num_processes": self.cluster.devices} if self.cluster.nodes == 1 and self.cluster.devices > 1 else {}
 
 
 @dataclass(frozen=True)
@@ -236,65 +201,13 @@ def settings_text(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items()) or "the defaults fit"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a plan is asked for."""
-
-    run: PlannedRun
-    """Without what spreads it over devices, for traces, which are of one rank."""
-    rows: Dataset
-    """Prepared."""
-    sizes: Sizes
-    room: int
-    """The budget, in bytes."""
-    exact: bool
-    """Whether only settings are chosen that leave the numbers alone."""
-    streamed: bool
-    """Whether the run reads its rows while it trains."""
-    explain: bool
-    """Whether runners-up and the effect of each technique are wanted, which take more traces."""
-
-    @property
-    def most(self) -> float:
-        """Bytes that a predicted peak may take: of the budget a part is left for what it may miss."""
-        return self.room / (1 + BANDS[self.run.device.kind])
-
-    @property
-    def pieces(self) -> Sizes | None:
-        """The sizes of rows in pieces; None where none may be cut."""
-        return None if self.run.whole_rows else sizes_in_pieces(self.sizes)
-
-    def axes(self, sizes: Sizes) -> list[Axis]:
-        """What is chosen from, for sizes of a micro-batch."""
-        return axes(setting_of(self.run, exact=self.exact, streamed=self.streamed), sizes)
-
-    def ways_out(self) -> tuple[str, ...]:
-        """What to do where nothing fits."""
-        return ways_out(self.run, exact=self.exact, streamed=self.streamed)
-
-
-class Looked(NamedTuple):
-    """What a look at all that may be chosen found."""
-
-    found: Sequence[Candidate]
-    """What is chosen, and what is behind it; empty if nothing fits."""
-    least: Callable[[], Candidate]
-    """What takes least, whether it fits or not."""
-    refused: Callable[[], Mapping[str, str]]
-    """What cannot work, and why."""
-    told: Callable[[Candidate], dict[str, Any]]
-    """What the plan of the one that is chosen says beside: fields of `Plan`."""
-
-
 def make_plan(
     run: PlannedRun,
     rows: Dataset,
     room: int,
     *,
-    exact: bool = True,
     explain: bool = True,
     source: Mapping[str, Any] | None = None,
-    streamed: bool = False,
     notes: tuple[str, ...] = (),
 ) -> Plan:
     """The fastest settings of a run that fit a budget; over several devices also how it is spread.
@@ -303,28 +216,28 @@ def make_plan(
         run: what is planned, and over which devices; what it says of engines is kept.
         rows: as the trainer takes them.
         room: the budget of each device, in bytes.
-        exact: whether only settings are chosen that leave the numbers alone.
         explain: whether runners-up and the effect of each technique are wanted, which take more traces.
         source: the user's own settings as a run file has them, model and dataset among them.
-        streamed: whether the run reads its rows while it trains.
         notes: of the rows.
 
     Raises:
         PlanError: nothing fits; says what takes most, and what would be needed.
         ValueError: the run cannot be planned, with the reason.
     """
-    alone = run if run.cluster is None else replace(run, requested=without_engines(run.requested))
-    shardings = [] if run.cluster is None else shardings_of(run, run.cluster)
-    if run.cluster is None:
-        check_weights(run, rows, room, exact=exact, streamed=streamed)
+    cluster = run.cluster
+    alone = run if cluster is None else replace(run, requested=without_engines(run.requested))
+    shardings = [] if cluster is None else shardings_of(run, cluster)
+    if cluster is None:
+        check_weights(run, rows, room)
     prepared, sizes, of_rows = prepared_rows(alone, rows)
-    asked = Asked(alone, prepared, sizes, room, exact, streamed, explain)
-    looked = _on_one(asked) if run.cluster is None else _over(asked, run, run.cluster, shardings)
-    if not looked.found:
+    asked = Asked(alone, prepared, sizes, room, explain)
+    looked = OnOne(asked) if cluster is None else OverDevices(asked, run, cluster, shardings)
+    found = looked.best()
+    if not found:
         raise _nothing_fits(asked, looked)
-    best, *others = looked.found
+    best, *others = found
     assert best.estimate is not None
-    told: dict[str, Any] = looked.told(best)
+    told = looked.told(best)
     told["notes"] = (*notes, *of_rows, *best.estimate.notes, *told["notes"])
     return Plan(
         method=run.method.name,
@@ -333,7 +246,7 @@ def make_plan(
         budget_bytes=room,
         device=run.device.name,
         runners_up=tuple(_beside(each, best) for each in others[: RUNNERS_UP if explain else 0]),
-        refused=looked.refused(),
+        refused=looked.refused,
         **told,
     )
 
@@ -353,27 +266,56 @@ def _beside(each: Candidate, best: Candidate) -> Alternative:
 # -- one device ------------------------------------------------------------------------------------------------------
 
 
-def _on_one(asked: Asked) -> Looked:
-    run, measure = asked.run, partial(measured, asked.run, asked.rows)
+class OnOne:
+    """What a plan chooses from, on one device."""
 
-    def search_of(sizes: Sizes) -> Search:
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.searches = asked.searches(self._search)
+
+    def _search(self, sizes: Sizes) -> Search:
+        asked, measure = self.asked, partial(measured, self.asked.run, self.asked.rows)
         return Search(measure, asked.axes(sizes), sizes, asked.most, processes_at_once())
 
-    def told(best: Candidate) -> dict[str, Any]:
-        found = best.estimate
-        assert found is not None
-        return {
-            "estimate": replace(found, room_bytes=asked.room, assumptions=assumptions_of(run, best.settings, found)),
-            "techniques": tuple(_effects(searches.whole, asked.sizes)) if asked.explain else (),
-            "notes": _proposed(asked, best),
-            "speed_by": "relative costs" if found.tokens_per_second is None else "roofline",
-            "traces": searches.traces,
+    def best(self) -> list[Candidate]:
+        """What is chosen, and what is behind it; empty if nothing fits.
+
+        Raises:
+            BelowWeights: the budget is below the weights.
+        """
+        streaming = map(_weights, self.searches.whole.alone_with(STREAMS))
+        _refuse_below(_weights(self.searches.plain()), streaming, self.asked.run, self.asked.room)
+        return self.searches.best(RUNNERS_UP if self.asked.explain else 0)
+
+    def smallest(self) -> Candidate:
+        """What takes least, whether it fits or not."""
+        return self.searches.smallest()
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """What cannot work, and why: choices by themselves, and rows in pieces."""
+        search = self.searches.whole
+        pieces = {} if self.searches.why_whole is None else {IN_PIECES: self.searches.why_whole}
+        return pieces | {
+            next(
+                choice.name for choice, number in zip(search.choices(combination), combination, strict=True) if number
+            ): why
+            for (combination, _), why in search.refused.items()
+            if sum(number > 0 for number in combination) == 1
         }
 
-    searches = Searches(search_of, asked.sizes, asked.pieces)
-    _refuse_below(*_traced_weights(searches.whole), run, asked.room, exact=asked.exact, streamed=asked.streamed)
-    found = searches.best(RUNNERS_UP if asked.explain else 0)
-    return Looked(found, searches.smallest, lambda: _refusals(searches), told)
+    def told(self, best: Candidate) -> dict[str, Any]:
+        """What the plan of the one that is chosen says beside: fields of `Plan`."""
+        found, asked = best.estimate, self.asked
+        assert found is not None
+        assumptions = assumptions_of(asked.run, best.settings, found)
+        return {
+            "estimate": replace(found, room_bytes=asked.room, assumptions=assumptions),
+            "techniques": tuple(_effects(self.searches.whole, asked.sizes)) if asked.explain else (),
+            "notes": _proposed(asked, best),
+            "speed_by": "relative costs" if found.tokens_per_second is None else "roofline",
+            "traces": self.searches.traces,
+        }
 
 
 def _effects(search: Search, sizes: Sizes) -> list[Effect]:
@@ -402,19 +344,6 @@ def _effects(search: Search, sizes: Sizes) -> list[Effect]:
     return sorted(found, key=lambda each: -each.saved_bytes)
 
 
-def _refusals(searches: Searches) -> dict[str, str]:
-    """Of choices that were refused by themselves, and of rows in pieces."""
-    search = searches.whole
-    pieces = {} if searches.why_whole is None else {IN_PIECES: searches.why_whole}
-    return pieces | {
-        next(
-            choice.name for choice, number in zip(search.choices(combination), combination, strict=True) if number
-        ): why
-        for (combination, _), why in search.refused.items()
-        if sum(number > 0 for number in combination) == 1
-    }
-
-
 def _proposed(asked: Asked, best: Candidate) -> tuple[str, ...]:
     """What a plan needs of the host; and frozen weights in bfloat16, where they are float32."""
     assert best.estimate is not None
@@ -434,42 +363,34 @@ COMPUTING = ("forward", "backward")
 """The phases in which layers are computed, and hold at least a layer of streamed weights."""
 
 
-def check_weights(run: PlannedRun, rows: Dataset, room: int, *, exact: bool = True, streamed: bool = False) -> None:
+def check_weights(run: PlannedRun, rows: Dataset, room: int) -> None:
     """Refuses a budget below the weights as they are counted, before rows are prepared and anything is traced.
 
     Args:
         run: what is planned.
         rows: as the trainer takes them.
         room: the budget, in bytes.
-        exact, streamed: as `make_plan` takes them.
 
     Raises:
         BelowWeights: it is below the weights, and below a layer of them where they can be streamed.
     """
     if (counted := counted_weights(run, rows)) is not None:
-        _refuse_below(counted.whole, [counted.layer], run, room, exact=exact, streamed=streamed)
+        _refuse_below(counted.whole, [counted.layer], run, room)
 
 
-def _refuse_below(
-    weights: int, streaming: Iterable[int], run: PlannedRun, room: int, *, exact: bool, streamed: bool
-) -> None:
+def _refuse_below(weights: int, streaming: Iterable[int], run: PlannedRun, room: int) -> None:
     """Refuses a budget below the fewest bytes that weights take: only those that are streamed take fewer, and only
     settings that are not exact store them in fewer bits."""
-    most = room if exact else room * NARROWEST
+    most = room if run.exact else room * NARROWEST
     if weights > most and all(each > most for each in streaming):
         raise BelowWeights(
             f"the budget of {bytes_text(room)} is below the weights, which take {bytes_text(weights)} by themselves"
-            f"{'' if exact else f', and in 4 bits {bytes_text(weights // NARROWEST)}'}.",
+            f"{'' if run.exact else f', and in 4 bits {bytes_text(weights // NARROWEST)}'}.",
             weights,
             {},
-            ways_out(run, exact=exact, streamed=streamed),
+            ways_out(run),
             room,
         )
-
-
-def _traced_weights(search: Search) -> tuple[int, Iterator[int]]:
-    """Bytes of weights as traces find them: of the settings as they are, and of each choice that streams weights."""
-    return _weights(search.traced(search.plain, None)), map(_weights, search.alone_with(STREAMS))
 
 
 def _weights(found: Estimate) -> int:
@@ -477,74 +398,15 @@ def _weights(found: Estimate) -> int:
     return int(min(phase.get("weights", 0) for name, phase in found.phases.items() if name in COMPUTING))
 
 
-# -- several devices -------------------------------------------------------------------------------------------------
-
-
-def _over(asked: Asked, run: PlannedRun, cluster: Cluster, shardings: Sequence[Sharding]) -> Looked:
-    traces = Traces(asked.run, asked.rows, says_how(run), run.known)
-    ways = Ways(traces, asked.axes, asked.sizes, asked.pieces, asked.most)
-    found, refused = ways.over(cluster, shardings)
-
-    def told(best: Candidate) -> dict[str, Any]:
-        estimate, sharding = best.estimate, best.sharding
-        assert estimate is not None
-        assert sharding is not None
-        loaded = traces.weights * (1 if sharding.cuts_files else cluster.per_node)
-        spread = Spread(
-            sharding,
-            cluster,
-            host_bytes=estimate.host_bytes * cluster.per_node,
-            loading_bytes=loaded,
-            tokens_per_second=rate_of_all(best),
-            cost=_cost(best, ways, run, cluster) if asked.explain else None,
-        )
-        return {
-            "estimate": replace(estimate, room_bytes=asked.room),
-            "notes": _loading(spread),
-            "speed_by": "roofline",
-            "traces": len(traces.known),
-            "spread": spread,
-        }
-
-    def least() -> Candidate:
-        return ways.least(cluster, shardings)[0]
-
-    return Looked(found or ways.least_that_fits(cluster, shardings), least, lambda: refused, told)
-
-
-def _loading(spread: Spread) -> tuple[str, ...]:
-    size, host = spread.loading_bytes, spread.cluster.host_bytes
-    if size <= host or spread.sharding.cuts_files:
-        return ()
-    return (
-        f"the processes of a node load the whole model each, {bytes_text(size)} together, and its host has "
-        f"{bytes_text(host)}: it needs more memory than that, or swap, to begin",
-    )
-
-
-def _cost(best: Candidate, ways: Ways, run: PlannedRun, cluster: Cluster) -> float | None:
-    """Device-seconds a token, over those of the best plan of one node; None where nothing fits there."""
-    if cluster.nodes == 1:
-        return 1.0
-    node = cluster.node()
-    try:
-        found, _ = ways.over(node, shardings_of(run, node))
-    except ValueError:  # the sizes that the user gives are of more ranks
-        return None
-    if not found:
-        return None
-    return rate_of_all(found[0]) / node.devices / (rate_of_all(best) / cluster.devices)
-
-
 # -- nothing fits ----------------------------------------------------------------------------------------------------
 
 
-def _nothing_fits(asked: Asked, looked: Looked) -> PlanError:
+def _nothing_fits(asked: Asked, looked: OnOne | OverDevices) -> PlanError:
     cluster, device, room = asked.run.cluster, asked.run.device, asked.room
     each = "" if cluster is None else f"each of {cluster.devices} "
     where = f"nothing fits {bytes_text(room)} on {each}{device.name}"
     try:
-        least = looked.least()
+        least = looked.smallest()
     except Refused as reason:
         return PlanError(str(reason) if cluster is None else f"{where}: {reason}", 0, {}, room=room)
     found = least.estimate
@@ -553,7 +415,7 @@ def _nothing_fits(asked: Asked, looked: Looked) -> PlanError:
     inside = {name: size for name, size in held.items() if name not in ("runtime", HOLES) or size > room}
     (name, size), *_ = Counter(inside).most_common()
     way = "" if least.sharding is None else f"{sharding_name(least.sharding)}; "
-    advice, refused = ADVICE.get(name, ADVICE["weights"]), looked.refused()
+    advice, refused = ADVICE.get(name, ADVICE["weights"]), looked.refused
     if cluster is None:
         why = refused.get(IN_PIECES)
         advice += "." if why is None else f". {IN_PIECES.capitalize()} cannot work here: {why}."
@@ -566,7 +428,7 @@ def _nothing_fits(asked: Asked, looked: Looked) -> PlanError:
         f"{bytes_text(int(size))}. {advice}",
         int(least.peak),
         least.settings,
-        tuple(way for way in asked.ways_out() if cluster is not None or not is_taken(way, least.settings)),
+        tuple(way for way in ways_out(asked.run) if cluster is not None or not is_taken(way, least.settings)),
         room,
     )
 

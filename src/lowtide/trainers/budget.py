@@ -64,13 +64,13 @@ def fit_budget(
     if dataset is None:
         raise ValueError(f"memory_budget={args.memory_budget!r} needs a `train_dataset`, to know what a step will see")
     rows, notes = first_rows(dataset)
-    streamed = rows is not dataset
-    run = replace(run_of(method, args, model, requested=args.requested, **inputs), whole_rows=whole_rows)
+    run = run_of(method, args, model, requested=args.requested, **inputs)
+    run = replace(run, whole_rows=whole_rows, streamed=rows is not dataset)
     room, of_budget = read_budget(args.memory_budget, run.device)
     try:
         with _what_the_run_says_itself():
-            check_weights(run, rows, room, streamed=streamed)
-            plan = in_tracing_process(make_plan, run, rows, room, explain=False, streamed=streamed)
+            check_weights(run, rows, room)
+            plan = in_tracing_process(make_plan, run, rows, room, explain=False)
     except BelowWeights:
         raise
     except PlanError as error:

@@ -25,20 +25,14 @@ PRECOMPUTED = "precompute_ref_log_probs"
 REFERENCE = "ref_model_storage"
 
 
-def ways_out(run: PlannedRun, *, exact: bool, streamed: bool = False) -> tuple[str, ...]:
-    """What a user may write, each with what it does; those that train the same model first.
-
-    Args:
-        run: that does not fit.
-        exact: whether settings that change the numbers were left out.
-        streamed: whether the run reads its rows while it trains.
-    """
+def ways_out(run: PlannedRun) -> tuple[str, ...]:
+    """What a user may write for a run that does not fit, each with what it does; what trains the same model first."""
     found = []
-    if exact:
+    if run.exact:
         found.append("--lossy lets the plan choose among settings that change the numbers, and names what they change")
     if run.cluster is None and (run.peft_config is None or run.teacher is not None):
-        found += _of_references(run, streamed=streamed)
-    found += _of_adapters(run) if run.peft_config is not None else _of_all_weights(run, streamed=streamed)
+        found += _of_references(run)
+    found += _of_adapters(run) if run.peft_config is not None else _of_all_weights(run)
     if run.device.kind == "cuda" and run.cluster is None:
         name = run.device.name if run.device.listed else "NAME"
         found.append(f"--devices 2x{name} shares it between GPUs, or between GPUs and their host's memory")
@@ -83,11 +77,11 @@ def _streamed_in(run: PlannedRun) -> str | None:
     return " --dtype bfloat16" if files == "bfloat16" else None
 
 
-def _of_all_weights(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
+def _of_all_weights(run: PlannedRun) -> Iterator[str]:
     """Where all weights are trained."""
     half, four = _in_bits(run, 16), _in_bits(run, FOUR_BITS)
     if run.cluster is None:
-        yield from _in_backward(run, streamed=streamed)
+        yield from _in_backward(run)
     resident = "--trained_weights resident " if run.requested.get("trained_weights") == "stream" else ""
     if stored_dtype(run).itemsize > 2 and not run.requested.get("fp16"):
         if not resident:  # streamed ones are stepped in the dtype in which they were loaded
@@ -99,12 +93,12 @@ def _of_all_weights(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
     yield f"{resident}--use_peft --load_in_4bit trains one on weights in 4 bits (QLoRA, some {four})"
 
 
-def _of_references(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
+def _of_references(run: PlannedRun) -> Iterator[str]:
     """Of a method that keeps a frozen copy of the model, or a teacher."""
     config = run.config({})
     if not getattr(config, "compares", False) or config.follows or getattr(config, PRECOMPUTED, False):
         return
-    if _precomputes(config, streamed=streamed):
+    if _precomputes(run, config):
         yield f"--{PRECOMPUTED} true computes what the reference says before training, and keeps no reference"
     if REFERENCE in run.requested or run.requested.get("base_weights") == "stream":
         return
@@ -118,12 +112,12 @@ def _of_references(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
         yield "--base_weights stream brings in a layer of the reference at a time, from its files"
 
 
-def _precomputes(config: Any, *, streamed: bool) -> bool:
+def _precomputes(run: PlannedRun, config: Any) -> bool:
     """Whether what a reference says can be computed before training."""
-    return hasattr(config, PRECOMPUTED) and not streamed and config.optim not in OPTIMIZERS
+    return hasattr(config, PRECOMPUTED) and not run.streamed and config.optim not in OPTIMIZERS
 
 
-def _in_backward(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
+def _in_backward(run: PlannedRun) -> Iterator[str]:
     """What steps each weight as its gradient arrives."""
     config = run.config({})
     if config.fp16 or config.gradient_accumulation_steps > 1:
@@ -136,7 +130,7 @@ def _in_backward(run: PlannedRun, *, streamed: bool) -> Iterator[str]:
         return
     beside = "" if config.optimizer_in_backward else f" {option}"
     if getattr(config, "compares", False) and not getattr(config, PRECOMPUTED, False):
-        if config.follows or REFERENCE in run.requested or not _precomputes(config, streamed=streamed):
+        if config.follows or REFERENCE in run.requested or not _precomputes(run, config):
             return  # a reference would be a resident copy
         beside += f" --{PRECOMPUTED} true"
     where = "a file" if run.device.kind == "cpu" else "host memory"

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from lowtide.cli.main import main
+from lowtide.cli.options import whole_number
 from lowtide.compat.argparse import Subparsers
 from lowtide.demo.lessons import LESSONS
 
@@ -22,15 +23,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--method", choices=list(LESSONS), default="sft", help="how to train [%(default)s]")
     parser.add_argument("--output_dir", type=Path, default=Path("demo-output"), metavar="DIR", help="[%(default)s]")
-    parser.add_argument("--max_steps", type=_count, metavar="N", help="stop sooner (default: what learns it)")
+    parser.add_argument("--max_steps", type=whole_number(), metavar="N", help="stop sooner (default: what learns it)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of data and weights [%(default)s]")
     parser.set_defaults(run=run)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

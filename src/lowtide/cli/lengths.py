@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lowtide.cli.options import whole_number
 from lowtide.compat.argparse import Subparsers
 
 if TYPE_CHECKING:
@@ -40,14 +41,14 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--tokenizer", required=True, metavar="T", help="a tokenizer's or model's folder or hub name")
     parser.add_argument(
         "--max_length",
-        type=_at_least_one,
+        type=whole_number(),
         nargs="+",
         metavar="N",
         help="the candidates (default: powers of two and the halves between, from the median to the longest row)",
     )
     parser.add_argument(
         "--batch_size",
-        type=_at_least_one,
+        type=whole_number(),
         default=8,
         metavar="N",
         help="the batch size that you have in mind (default: 8)",
@@ -64,17 +65,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--dataset_config", metavar="NAME", help="which configuration of a dataset on the hub")
     parser.add_argument("--dataset_text_field", default="text", metavar="COLUMN", help="the column with plain text")
     parser.add_argument("--chat_template_path", metavar="PATH", help="a Jinja file, or a tokenizer that has a template")
-    parser.add_argument("--dataset_num_proc", type=_at_least_one, metavar="N", help="how many processes tokenize")
+    parser.add_argument("--dataset_num_proc", type=whole_number(), metavar="N", help="how many processes tokenize")
     parser.add_argument(
         "--packing_strategy", default="bfd", choices=("bfd", "bfd_split", "wrapped"), help="how bins are packed"
     )
     parser.set_defaults(run=run)
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lowtide.cli.endings import UsageError
@@ -14,6 +14,22 @@ from lowtide.option_values import WORDS, Option
 
 MOST_CHOICES = 5
 """With more, an option's help lists them, and not its usage."""
+
+
+def whole_number(least: int = 1, why: str = ",") -> Callable[[str], int]:
+    """The type of an argument that is a whole number.
+
+    Args:
+        least: that it may be.
+        why: it may not be less, as the rest of the sentence has it.
+    """
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on{why} not {text!r}")
+        return int(text)
+
+    return read
 
 
 def add_options(parser: Arguments, options: Iterable[Option], *, shown: bool = True) -> None:

@@ -7,7 +7,6 @@ and measured peaks (docs/predicted-and-measured.md).
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import platform
 import tempfile
 from datetime import date
@@ -15,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.endings import UsageError
+from lowtide.cli.options import whole_number
 from lowtide.cli.planning.profile import WITHOUT
 from lowtide.cli.training import train
 from lowtide.compat.argparse import Subparsers
+from lowtide.process.versions import version_of
 
 if TYPE_CHECKING:
     from lowtide.planner.answers.shared_run import SharedRun
@@ -32,7 +33,8 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
     )
     own, group = train.add_command(subparsers, "measure", method, description)
     if group is not None:
-        group.add_argument("--steps", type=_at_least_two, default=3, metavar="N", help="steps to run [%(default)s]")
+        steps = whole_number(2, ", since the first step makes the optimizer's states;")
+        group.add_argument("--steps", type=steps, default=3, metavar="N", help="steps to run [%(default)s]")
         group.add_argument(
             "--share",
             type=Path,
@@ -41,14 +43,6 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
         )
     own.set_defaults(run=run)
     return own
-
-
-def _at_least_two(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number from 2 on, since the first step makes the optimizer's states; not {text!r}"
-        )
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -123,7 +117,7 @@ def _described(given: Any, trainer: Any, found: Estimate, of: int, measured: int
     shape, rows = shape_of(trainer.model.config), heaviest_micro_batch(trainer)
     stored = next((str(p.dtype) for p in trainer.model.parameters() if not p.requires_grad), "")
     stored = stored or str(next(trainer.model.parameters()).dtype)
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
     versions = {name: public_version(version) for name, version in versions.items()}
     name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}"
     return SharedRun(
@@ -147,10 +141,3 @@ def _described(given: Any, trainer: Any, found: Estimate, of: int, measured: int
         measured_bytes=measured,
         phase=found.phase,
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""

@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lowtide.cli.options import whole_number
 from lowtide.cli.training import train
 from lowtide.compat.argparse import Subparsers
 
@@ -41,16 +42,10 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
     )
     own, group = train.add_command(subparsers, "profile", method, description)
     if group is not None:
-        group.add_argument("--steps", type=_at_least_one, default=5, metavar="N", help="steps to run [%(default)s]")
+        group.add_argument("--steps", type=whole_number(), default=5, metavar="N", help="steps to run [%(default)s]")
         group.add_argument("--output", dest="output_dir", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     own.set_defaults(run=run)
     return own
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ def test_a_missing_package_is_named_with_its_use_and_its_command(monkeypatch):
 @pytest.mark.parametrize(("version", "said"), [(None, 'pip install "torch'), ("1.0", "lowtide requires")])
 def test_what_is_required_and_not_there_is_to_be_mended(version, said, monkeypatch, capsys):
     versions = {"torch": version}
-    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package, "9"))
+    monkeypatch.setattr(doctor, "version_of", lambda package, missing="": versions.get(package, "9"))
     monkeypatch.setattr(doctor, "_requirements", lambda: ["torch>=2.11,<2.14"])
     found = doctor.versions()[-1]
     assert found.wrong

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 import lowtide
 from lowtide.cli.endings import NOT_READY
 from lowtide.compat.argparse import Subparsers
+from lowtide.process.versions import version_of
 
 WITHOUT_BF16 = "float32, or --fp16 true, with what is trained stored in float32 (as it is by default)"
 """How to compute on a GPU that has no bfloat16: all weights or an adapter."""
@@ -140,8 +141,8 @@ def _required(line: str) -> Finding:
     from packaging.requirements import Requirement
 
     asked = Requirement(line)
-    version = _version(asked.name)
-    if version is None:
+    version = version_of(asked.name)
+    if not version:
         return Finding(asked.name, None, f'pip install "{asked}"', wrong=True)
     if asked.name == "torch" and (reason := _import_error(asked.name)):
         return Finding(asked.name, version, f"it cannot be imported ({reason}): install it again", wrong=True)
@@ -157,13 +158,6 @@ def _import_error(module: str) -> str:
     except (ImportError, OSError) as error:  # OSError: of a shared library
         return str(error) or type(error).__name__
     return ""
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def machine() -> list[Finding]:
@@ -228,11 +222,12 @@ def attention() -> list[Finding]:
         used = "" if any(each.found for each in found) else "used for plain attention in 16 bits"
         found.append(Finding(name, None if reason else backend.title, reason or used))
     kernels = "the head and flex attention on a GPU (it comes with CUDA builds of torch)"
-    return [*found, Finding("Triton", _version("triton") if has_triton() else None, "" if has_triton() else kernels)]
+    triton = Finding("Triton", version_of("triton") or None) if has_triton() else Finding("Triton", None, kernels)
+    return [*found, triton]
 
 
 def optional(package: Optional) -> Finding:
     """Whether an optional package is there."""
     if find_spec(package.module) is None:
         return Finding(package.package, None, f'{package.use}; pip install "{package.install}"')
-    return Finding(package.package, _version(package.package) or "there", package.use)
+    return Finding(package.package, version_of(package.package, "there"), package.use)

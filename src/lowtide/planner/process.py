@@ -9,7 +9,6 @@ The result is kept in the user's cache folder, under the versions that it is of.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from pathlib import Path
 from lowtide.memory.allocators.settings import MALLOC
 from lowtide.own_files import writing
 from lowtide.planner.tracing_process import OF_A_LAUNCHER
+from lowtide.process.versions import version_of
 from lowtide.python_process import python_calling
 from lowtide.ranks.sharding import Sharding
 
@@ -88,17 +88,10 @@ def _measured(adapters: bool, engine: str) -> int:
 
 
 def _key(adapters: bool, engine: str) -> str:
-    versions = [f"{name} {_version(name)}" for name in PACKAGES]
+    versions = [f"{name} {version_of(name)}" for name in PACKAGES]
     surroundings = [os.environ.get(name, "") for name in ("OMP_NUM_THREADS", MALLOC)]
     facts = [sys.version, platform.machine(), *surroundings, adapters, engine, *versions]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _folder() -> Path:

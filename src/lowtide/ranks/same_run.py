@@ -7,12 +7,12 @@ would leave the others waiting.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from lowtide.process.versions import version_of
 from lowtide.ranks.world import distributed, objects_of_all_ranks
 
 LIBRARIES = ("lowtide", "torch", "transformers", "accelerate", "peft")
@@ -34,7 +34,7 @@ def check_same_run(options: Mapping[str, Any]) -> None:
     """
     if not distributed():
         return
-    mine = {f"the version of {name}": _version(name) for name in LIBRARIES}
+    mine = {f"the version of {name}": version_of(name, "not installed") for name in LIBRARIES}
     mine |= {name: _text(value) for name, value in options.items() if not OF_A_RANK.fullmatch(name)}
     digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=16).hexdigest()
     if len(set(objects_of_all_ranks(digest))) == 1:
@@ -48,13 +48,6 @@ def check_same_run(options: Mapping[str, Any]) -> None:
                 f"ranks differ: {name} is {values[0]} on rank 0, and {values[other]} on rank {other}. Start all ranks "
                 "with the same versions and options"
             )
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _text(value: Any) -> str:

@@ -8,7 +8,6 @@ that it stepped; and what decides how far the data was read.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 from transformers.trainer_utils import has_length
 
 from lowtide.compat.transformers import made_own_schedule
+from lowtide.process.versions import version_of
 from lowtide.ranks.shards import parts_of, whole_shape
 from lowtide.ranks.tensor import MESH
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, SCHEDULER
@@ -34,7 +34,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
     args, rows = trainer.args, trainer.train_dataset
     trained = (p for p in trainer.model.parameters() if p.requires_grad)
     return {
-        "versions": {name: _version(name) for name in ("lowtide", "torch", "transformers")},
+        "versions": {name: version_of(name) for name in ("lowtide", "torch", "transformers")},
         "optimizer": trainer.optimizer_maker.layout,
         "scheduler": scheduler_name(trainer),
         "settings": {name: getattr(args, name) for name in IN_STATES} if trainer.optimizer_maker.name else {},
@@ -130,13 +130,6 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
     for name, earlier in then["versions"].items():
         if now["versions"].get(name) != earlier:
             yield f"{name} is {now['versions'].get(name)} and was {earlier}: the last bits may differ"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        return ""
 
 
 def _words(layout: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -50,34 +51,19 @@ def as_on(device: Device, trace: StorageTrace | None = None) -> Iterator[None]:
             yield
         return
     capability = device.capability or (0, 0)
+    # torch's own kernel stands for flash-attn's
+    backends = {"varlen": BACKENDS["varlen"], "flex": Backend(flex, why_not_flex), "grouped": BACKENDS["grouped"]}
     with (
         grouped_products_by(_grouped_product),
         planning_for("cuda", capability),
-        _attention_backends(),
+        patch.dict(BACKENDS, backends, clear=True),
         attention_by(functools.partial(sdpa, capability)),
-        _replaced(TritonRows, "launch", _pass_over_rows),
+        patch.object(TritonRows, "launch", _pass_over_rows),
         cuda_autocast(),
         foreach_by_default(),
         contextlib.nullcontext() if trace is None else trace.taking_around(WORKSPACES),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _attention_backends() -> Iterator[None]:
-    """torch's own kernel stands for flash-attn's."""
-    before = dict(BACKENDS)
-    planned = {"varlen": before["varlen"], "flex": Backend(flex, why_not_flex), "grouped": before["grouped"]}
-    _refill(BACKENDS, planned)
-    try:
-        yield
-    finally:
-        _refill(BACKENDS, before)
-
-
-def _refill(table: dict[str, Any], entries: dict[str, Any]) -> None:
-    table.clear()
-    table.update(entries)
 
 
 def _pass_over_rows(rows: TritonRows, kernel: str, *_: Any, **_flags: Any) -> None:
@@ -141,16 +127,3 @@ def _grouped_product(
         groups = one.shape[0] if one.dim() == 3 or offs is None else offs.shape[0]
         shape.insert(0, groups)
     return one.new_empty(shape, dtype=out_dtype)
-
-
-# -- what is replaced -------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)

@@ -73,7 +73,7 @@ class PlannedRun:
         """
         chosen = copy.deepcopy({"output_dir": "plan", **self.requested, **options, "memory_budget": None})
         if self.device.kind == "cuda" and chosen.get("bf16") is None:
-            chosen["bf16"] = not chosen.get("fp16") and (self.device.capability or (0, 0)) >= (8, 0)
+            chosen["bf16"] = not chosen.get("fp16") and self.device.has_bf16
         # `tf32` takes no memory, and is refused where there is no GPU to set it on.
         chosen |= {"use_cpu": True, "tf32": None, "report_to": "none", "disable_tqdm": True}
         if "dtype" in chosen:

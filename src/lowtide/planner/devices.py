@@ -91,6 +91,11 @@ class Device:
         return self if self.sheet else replace(self, timed=self.rates)
 
     @property
+    def has_bf16(self) -> bool:
+        """Whether it is a GPU that computes in bfloat16."""
+        return (self.capability or (0, 0)) >= (8, 0)
+
+    @property
     def context_bytes(self) -> int:
         """What a process holds there beside what the allocator has; see `CONTEXT_BYTES`."""
         return 0 if self.capability is None else CONTEXT_BYTES.get(self.capability[0], max(CONTEXT_BYTES.values()))

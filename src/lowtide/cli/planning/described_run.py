@@ -57,14 +57,6 @@ class DescribedRun:
     def _folder(self) -> tempfile.TemporaryDirectory:
         return tempfile.TemporaryDirectory()
 
-    def data(self) -> dict[str, Any]:
-        """The rows to train on, or their lengths, as the functions of `lowtide.planning` take them."""
-        if self.lengths is not None:
-            if self.run.what.dataset or self.run.what.datasets:
-                raise UsageError("--lengths and --dataset both say what a step will see: leave one of them out")
-            return {"lengths": self.lengths}
-        return {"dataset": self.rows(), "processing_class": self.tokenizer()}
-
     def written(self) -> dict[str, Any]:
         """What a run file has to say so that this run is run: the options that were given but for access tokens, and
         those that `--lengths` stands for."""
@@ -92,27 +84,36 @@ class DescribedRun:
         trusts = bool(self.values.get("trust_remote_code"))
         return load_tokenizer(self.model, trust_remote_code=trusts, revision=self.run.what.model_revision)
 
-    def rewards(self) -> dict[str, Any]:
-        """What rewards completions, as they take it."""
-        return {"reward_funcs": self.values["reward_funcs"]} if self.values.get("reward_funcs") else {}
+    def inputs(self) -> dict[str, Any]:
+        """Options, rows or their lengths, rewards, adapters and quantization, as the functions of `lowtide.planning`
+        take them.
 
-    def adapters(self) -> dict[str, Any]:
-        """Adapters and quantization, as the functions of `lowtide.planning` take them."""
-        own, fp16 = self.run.adapters, bool(self.requested.get("fp16"))
-        bf16 = self.requested.get("bf16")
+        Raises:
+            UsageError: there are both rows and lengths.
+        """
+        own, fp16, bf16 = self.run.adapters, bool(self.requested.get("fp16")), self.requested.get("bf16")
         if bf16 is None:
             bf16 = not fp16 and self._has_bf16()
         return {
+            "config": self.requested,
+            **self._data(),
+            **({"reward_funcs": self.values["reward_funcs"]} if self.values.get("reward_funcs") else {}),
             "peft_config": own.peft_config(),
             "quantization_config": own.quantization_config(bf16=bool(bf16), fp16=fp16),
         }
+
+    def _data(self) -> dict[str, Any]:
+        if self.lengths is None:
+            return {"dataset": self.rows(), "processing_class": self.tokenizer()}
+        if self.run.what.dataset or self.run.what.datasets:
+            raise UsageError("--lengths and --dataset both say what a step will see: leave one of them out")
+        return {"lengths": self.lengths}
 
     def _has_bf16(self) -> bool:
         """Whether the device computes in bfloat16 where nobody says otherwise; of no device most GPUs do."""
         from lowtide.planner.devices import device_named
 
-        device = None if self.device is None else device_named(self.device)
-        return device is None or (device.capability or (0, 0)) >= (8, 0)
+        return self.device is None or device_named(self.device).has_bf16
 
 
 def add_description(

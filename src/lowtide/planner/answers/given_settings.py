@@ -172,13 +172,11 @@ def _text(value: Any) -> str:
 def _has_bf16(plan: Plan) -> bool:
     """Whether lowtide's run would compute in bfloat16, where nobody says so."""
     if plan.spread is not None:
-        capability = plan.spread.cluster.device.capability
-    else:
-        try:
-            capability = device_named(plan.device).capability
-        except ValueError:  # a GPU of this machine that is in no table
-            return True
-    return (capability or (0, 0)) >= (8, 0)
+        return plan.spread.cluster.device.has_bf16
+    try:
+        return device_named(plan.device).has_bf16
+    except ValueError:  # a GPU of this machine that is in no table
+        return True
 
 
 def _chosen_by_peft(model: str | None) -> list[str] | str | None:

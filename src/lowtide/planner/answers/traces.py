@@ -32,7 +32,7 @@ def kind_of(device: Device) -> str:
     """Which of `KINDS` a device is."""
     if device.kind != "cuda":
         return "cpu"
-    return "cuda" if (device.capability or (0, 0)) >= (8, 0) else "older"
+    return "cuda" if device.has_bf16 else "older"
 
 
 @dataclass(frozen=True)

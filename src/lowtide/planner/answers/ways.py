@@ -76,7 +76,7 @@ def ways_of(run: PlannedRun) -> list[Way]:
 
 def modern(run: PlannedRun) -> bool:
     """Whether it is on a GPU that has bfloat16, where all ways are compared; elsewhere the plain ones are."""
-    return run.device.kind == "cuda" and (run.device.capability or (0, 0)) >= (8, 0)
+    return run.device.has_bf16
 
 
 def older(run: PlannedRun) -> bool:

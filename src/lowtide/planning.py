@@ -107,11 +107,8 @@ def estimate(
             cannot be traced.
     """
     check_arguments_known("estimate", inputs, EstimateInputs.__annotations__)
-    lengths, world_size, sharding = (
-        inputs.pop("lengths", None),
-        inputs.pop("world_size", 1),
-        inputs.pop("sharding", None),
-    )
+    lengths, world_size = inputs.pop("lengths", None), inputs.pop("world_size", 1)
+    sharding = inputs.pop("sharding", None)
     if (lengths is None) == (dataset is None):
         raise ValueError("estimate needs either `lengths` or `dataset`, to know what a step will see")
     own = cast(PlanInputs, inputs)
@@ -228,7 +225,8 @@ def plan(
     devices, nodes, host_memory = inputs.get("devices"), inputs.get("nodes", 1), inputs.get("host_memory")
     if devices is None and (nodes != 1 or host_memory is not None):
         raise ValueError("nodes and host_memory need `devices`, those of one node: '8xH100'")
-    cluster = None if devices is None else Cluster.of(devices, nodes, _amount(host_memory))
+    host_bytes = None if host_memory is None else bytes_of(host_memory)
+    cluster = None if devices is None else Cluster.of(devices, nodes, host_bytes)
     run, loaded = _run(method, model, dataset, cluster.device.name if cluster else device, inputs)
     rows, notes = first_rows(loaded)
     run = replace(run, cluster=cluster, exact=exact, streamed=rows is not loaded)
@@ -248,11 +246,6 @@ def plan(
         source=own | dict(run.requested),
         notes=(*of_budget, *notes),
     )
-
-
-def _amount(memory: str | int | None) -> int | None:
-    """Bytes of an amount of host memory; None where none is said."""
-    return None if memory is None else bytes_of(memory)
 
 
 def estimate_method(
@@ -339,8 +332,7 @@ def _run(
     lengths = inputs.get("lengths")
     if (lengths is None) == (dataset is None):
         raise ValueError("it needs either `dataset` or `lengths`, to know what a step will see")
-    declared, place, config = method_named(method), device_named(device), inputs.get("config")
-    given = dict(config.requested if isinstance(config, TrainingConfig) else config or {})
+    declared, place, given = method_named(method), device_named(device), _requested(inputs)
     known = None if lengths is None else row_lengths(lengths, declared)
     if known is not None:
         given.setdefault("per_device_train_batch_size", known.batch)
@@ -360,15 +352,19 @@ def _run(
     as_they_are = known is not None or (given.get("dataset_kwargs") or {}).get("skip_prepare_dataset")
     if processing_class is None and isinstance(model, str) and not as_they_are:
         processing_class = load_tokenizer(model, **config_init(init))
-    adapters, quantized = inputs.get("peft_config"), init.get("quantization_config")
-    rewards = DescribedRewards.of(_rewards(inputs.get("reward_funcs"), given))
-    teacher = DescribedTeacher.of(inputs.get("teacher_model"), given)
-    beside: dict[str, Any] = {"rewards": rewards, "teacher": teacher}
-    beside["prepared"] = known is not None
-    place = place.with_rates() if timed else place
-    beside["adapters_trained"] = bool(inputs.get("adapters_trained"))
-    adapted = {"peft_config": adapters, "quantization_config": quantized}
-    run = PlannedRun(declared, described, given, place, processing_class, **adapted, **beside)
+    run = PlannedRun(
+        declared,
+        described,
+        given,
+        place.with_rates() if timed else place,
+        processing_class,
+        peft_config=inputs.get("peft_config"),
+        adapters_trained=bool(inputs.get("adapters_trained")),
+        quantization_config=init.get("quantization_config"),
+        rewards=DescribedRewards.of(_rewards(inputs.get("reward_funcs"), given)),
+        teacher=DescribedTeacher.of(inputs.get("teacher_model"), given),
+        prepared=known is not None,
+    )
     return run, load_rows(cast(Source, dataset)) if known is None else known.rows()
 
 

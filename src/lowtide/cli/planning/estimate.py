@@ -58,10 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
             described.model,
             budget=arguments.budget or described.values.get("memory_budget"),
             device=device_of(arguments),
-            config=described.requested,
-            **described.data(),
-            **described.adapters(),
-            **described.rewards(),
+            **described.inputs(),
         )
     as_json = json.dumps(found.to_dict(), indent=2)
     if arguments.output is not None:

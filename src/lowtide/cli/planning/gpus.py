@@ -50,16 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         from lowtide.planning import gpus
         from lowtide.terminal import Console
 
-    own, named = described.adapters(), {**described.rewards()}
     with Console(stderr=True).status("Tracing the ways to train on tensors without memory"):
-        found = gpus(
-            described.method,
-            described.model,
-            lengths=arguments.lengths,
-            config=described.requested,
-            **own,
-            **named,
-        )
+        found = gpus(described.method, described.model, **described.inputs())
     if found.changes.keys() <= found.refused.keys():
         raise ValueError(f"no way to train can be predicted: {next(iter(found.refused.values()))}")
     status = 0 if found.smallest() else DOES_NOT_FIT

@@ -108,10 +108,7 @@ def _planned(arguments: argparse.Namespace, described: DescribedRun) -> Plan:
             nodes=1 if arguments.nodes is None else arguments.nodes,
             host_memory=arguments.host_memory,
             exact=not arguments.lossy,
-            config=described.requested,
-            **described.data(),
-            **described.adapters(),
-            **described.rewards(),
+            **described.inputs(),
         )
     # The run file is to have all that was asked for: model, data and adapters too.
     return dataclasses.replace(found, requested=described.written())

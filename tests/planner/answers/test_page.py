@@ -11,8 +11,7 @@ import pytest
 from lowtide.cli.main import main
 from lowtide.methods import METHODS
 from lowtide.planner.answers.known_models import known_models
-from lowtide.planner.answers.page import grid, html_of
-from lowtide.planner.answers.page_assets import SCRIPT
+from lowtide.planner.answers.page import SCRIPT, file_text, grid, html_of
 from lowtide.planner.devices import DEVICES
 from lowtide.run.options.configs import config_class
 from lowtide.run.options.training import default_of
@@ -89,8 +88,9 @@ def test_names_cannot_end_the_script():
 
 
 def test_its_commands_name_rows_and_a_length_that_cuts_none():
-    assert "--dataset DATA" in SCRIPT
-    most = int(re.search(r"MOST = ([0-9]+)", SCRIPT)[1])
+    script = file_text(SCRIPT)
+    assert "--dataset DATA" in script
+    most = int(re.search(r"MOST = ([0-9]+)", script)[1])
     for method in grid()["methods"]:
         assert default_of(config_class(METHODS[method]), "max_length") == most
 

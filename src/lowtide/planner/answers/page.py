@@ -14,14 +14,18 @@ from importlib.resources import files
 from typing import Any
 
 from lowtide.html_shell import page
-from lowtide.planner.answers.page_assets import SCRIPT, STYLE
 
-GRID = "page_grid.json"
+GRID, STYLE, SCRIPT = "page_grid.json", "page.css", "page.js"
+
+
+def file_text(name: str) -> str:
+    """A file that lies beside this one."""
+    return files("lowtide.planner.answers").joinpath(name).read_text(encoding="utf-8")
 
 
 def grid() -> dict[str, Any]:
     """What was traced beforehand."""
-    return json.loads(files("lowtide.planner.answers").joinpath(GRID).read_text(encoding="utf-8"))
+    return json.loads(file_text(GRID))
 
 
 def html_of(traced: Mapping[str, Any]) -> str:
@@ -56,7 +60,7 @@ METHOD --model M --dataset D</code>.</p>
 <noscript><p class="note">This page computes with JavaScript, which is switched off here; <code>lowtide gpus</code>
 answers on a command line.</p></noscript>
 <script type="application/json" id="grid">{_embedded(traced)}</script>"""
-    return page("What do I need to train it?", body, style=STYLE, script=SCRIPT)
+    return page("What do I need to train it?", body, style=file_text(STYLE), script=file_text(SCRIPT))
 
 
 METHODS = {"sft": "SFT: texts and conversations", "dpo": "DPO: pairs of completions"}

@@ -11,13 +11,13 @@ import json
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 
 from lowtide.html_shell import facts, page
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.planner.advice import Advice
 from lowtide.planner.profiling.profile import Profile, Span, Tensors, ticks, totals
-from lowtide.planner.profiling.profile_assets import SCRIPT, STYLE
 from lowtide.planner.profiling.recording import CATEGORIES
 
 NARROW = 0.004
@@ -31,7 +31,8 @@ def write_html(profile: Profile, path: Path) -> None:
 
 def html_of(profile: Profile) -> str:
     """The page."""
-    run = profile.run
+    run, here = profile.run, files("lowtide.planner.profiling")
+    style, script = (here.joinpath(f"profile_page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     return page(
         f"Memory profile of {run.model}",
         f"""<h1>Memory profile</h1>
@@ -53,8 +54,8 @@ def html_of(profile: Profile) -> str:
 {_phases(profile)}
 <h2>The largest tensors at the peak</h2>
 {_tensors(profile)}""",
-        style=STYLE + "".join(f".{name} {{ --its: var(--{name}); }}\n" for name in CATEGORIES),
-        script=SCRIPT,
+        style=style + "".join(f".{name} {{ --its: var(--{name}); }}\n" for name in CATEGORIES),
+        script=script,
     )
 
 

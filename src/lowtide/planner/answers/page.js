@@ -1,33 +1,3 @@
-"""The style and the script of the page of devices (`page`)."""
-
-STYLE = """
-form { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: 1rem; margin: 1.5rem 0 0; }
-label { display: block; color: var(--dim); font-size: .9rem; }
-output { float: right; color: var(--ink); font-weight: 600; font-variant-numeric: tabular-nums; }
-select, input { display: block; width: 100%; margin: .25rem 0 0; min-height: 2.4rem; font: inherit;
-  color: var(--ink); accent-color: var(--best); }
-select { padding: .3rem 1.6rem .3rem .5rem; text-overflow: ellipsis; background: var(--panel);
-  border: 1px solid var(--dim); border-radius: 4px; }
-select:focus-visible, input:focus-visible, .scroll:focus-visible { outline: 3px solid var(--best);
-  outline-offset: 2px; }
-.ways { display: grid; gap: .75rem; }
-.way { padding: .7rem 1rem; background: var(--panel); border: 1px solid var(--line); border-radius: 4px; }
-.way h3 { display: flex; flex-wrap: wrap; justify-content: space-between; gap: .25rem 1rem; margin: 0;
-  font-size: 1rem; }
-.way p { color: var(--dim); font-size: .9rem; overflow-wrap: anywhere; }
-.bar { position: relative; height: 1rem; margin: .45rem 0; background: var(--line); border-radius: 3px;
-  overflow: hidden; }
-.bar i { position: absolute; inset: 0 auto 0 0; background: var(--best); }
-.no .bar i { background: var(--bad); } .no h3 span { color: var(--bad); } .yes h3 span { color: var(--best); }
-tr.first td { background: var(--tint); font-weight: 600; }
-h2 { scroll-margin-top: 1rem; }
-code { font-size: .92em; } code span { display: inline-block; max-width: 100%; }
-:root { --bad: #b3372b; }
-@media (prefers-color-scheme: dark) { :root { --bad: #f08a7e; } }
-@media (min-width: 70rem) { main { max-width: 78rem; } .ways { grid-template-columns: 1fr 1fr; } }
-"""
-
-SCRIPT = r"""
 const grid = JSON.parse(document.getElementById("grid").textContent), at = id => document.getElementById(id);
 const MIB = 1048576, MOST = 1024, BAND = 1.05, gib = size => (size / 1024 / MIB).toFixed(2) + " GiB";
 const count = number => Math.round(number).toLocaleString("en-US");
@@ -144,4 +114,3 @@ function update() {
 }
 for (const id of ["model", "method", "device", "length", "rows"]) at(id).addEventListener("input", update);
 update();
-"""

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def planned(model: str, devices: int) -> dict[str, Any]:
     """What is chosen for a model on so many devices, and what is predicted of it; or why nothing fits."""
-    from lowtide.planner.budget import budget_bytes
+    from lowtide.planner.budget import read_budget
     from lowtide.planner.cluster import Cluster
     from lowtide.planner.plan import PlanError, make_plan
 
@@ -77,7 +77,7 @@ def planned(model: str, devices: int) -> dict[str, Any]:
     described, rows = described_run(model)
     cluster = Cluster.of(f"{PER_NODE}x{DEVICE}", devices // PER_NODE)
     try:
-        room = budget_bytes("auto", described.device)
+        room = read_budget("auto", described.device).bytes
         plan = make_plan(dataclasses.replace(described, cluster=cluster), rows, room, explain=False)
     except PlanError as error:
         return run | {"refused": str(error), "least_bytes": error.peak_bytes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.memory.allocators.measure import resident_bytes
-from lowtide.planner.budget import budget_bytes, bytes_of, read_budget
+from lowtide.planner.budget import bytes_of, read_budget
 from lowtide.planner.devices import device_named
 
 CPU = device_named("cpu")
@@ -34,12 +34,12 @@ def test_an_amount_of_memory_is_read(text, count):
 @pytest.mark.parametrize("text", ["a lot", "24 lb", "", "-3GiB", "GiB", True])
 def test_what_is_no_amount_is_refused_with_what_would_be_one(text):
     with pytest.raises(ValueError, match=r"24GiB.*auto"):
-        budget_bytes(text, CPU)
+        read_budget(text, CPU)
 
 
 def test_nothing_is_no_budget():
     with pytest.raises(ValueError, match="above 0"):
-        budget_bytes("0GiB", CPU)
+        read_budget("0GiB", CPU)
 
 
 def test_more_than_a_device_has_is_what_it_has_and_that_is_said():
@@ -52,9 +52,9 @@ def test_more_than_a_device_has_is_what_it_has_and_that_is_said():
 
 
 def test_auto_is_what_is_free_and_what_this_process_has():
-    assert resident_bytes() < budget_bytes("auto", CPU) <= CPU.memory_bytes
+    assert resident_bytes() < read_budget("auto", CPU).bytes <= CPU.memory_bytes
     named = device_named("H100-80GB")
-    assert budget_bytes("AUTO", named) == named.memory_bytes
+    assert read_budget("AUTO", named).bytes == named.memory_bytes
 
 
 @pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + "GiB"])

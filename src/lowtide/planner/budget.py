@@ -49,15 +49,6 @@ def read_budget(budget: str | int | float | None, device: Device) -> Budget:
     return Budget(device.memory_bytes, (f"the budget of {budget} is more than {device.name} has: {has} is used",))
 
 
-def budget_bytes(budget: str | int | float | None, device: Device) -> int:
-    """The bytes of `read_budget`.
-
-    Raises:
-        ValueError: it is no amount of memory.
-    """
-    return read_budget(budget, device).bytes
-
-
 def bytes_of(budget: str | int | float) -> int:
     """The bytes of a number with a unit, or of a number of bytes.
 

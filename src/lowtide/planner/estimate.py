@@ -150,7 +150,8 @@ def estimate_run(
     elif beside is None:
         beside = process_bytes(run.peft_config is not None, sharding)
     if sharding.devices > 1:
-        return _sharded(run, device, sharding, beside)
+        cluster = Cluster(device, sharding.devices // sharding.nodes, sharding.nodes)
+        return RankTrace.of(run, device, sharding).estimate(sharding, cluster, beside)
     traced = run.traced(device)
     events = list(run_of(traced.events, rehearsal=run.rehearsal))
     phases = peaks(events, _allocator_of(run, traced, device))
@@ -186,11 +187,6 @@ def heap_of(run: FakeRun, events: Iterable[Event]) -> GlibcHeap:
     packed = min(PACKED, 4 * run.method.head.packed_elements(run.described))
     heap.born("workspace", packed + (PACKED if run.has_16_bits else 0))
     return heap
-
-
-def _sharded(run: FakeRun, device: Device, sharding: Sharding, beside: int) -> Estimate:
-    cluster = Cluster(device, sharding.devices // sharding.nodes, sharding.nodes)
-    return RankTrace.of(run, device, sharding).estimate(sharding, cluster, beside)
 
 
 @dataclass(frozen=True)

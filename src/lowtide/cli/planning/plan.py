@@ -180,14 +180,10 @@ def _parts(plan: Plan) -> list[RenderableType]:
     parts.append(_settings_table(plan))
     if plan.techniques:
         parts.append(_effects_table(plan))
-    parts += [
-        Padding(Text(f"{name} cannot work here: {why}", style="dim"), (0, 2)) for name, why in plan.refused.items()
-    ]
-    parts += [
-        Text(note, style="dim") for note in (*of_the_start(plan.estimate), *plan.estimate.assumptions, *plan.notes)
-    ]
+    parts += [Padding(noted(f"{name} cannot work here: {why}"), (0, 2)) for name, why in plan.refused.items()]
+    parts += map(noted, (*of_the_start(plan.estimate), *plan.estimate.assumptions, *plan.notes))
     if plan.speed_by != "roofline":
-        parts.append(Text("Speeds are relative, from operations counted; no device was measured.", style="dim"))
+        parts.append(noted("Speeds are relative, from operations counted; no device was measured."))
     return parts
 
 

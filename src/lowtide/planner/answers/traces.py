@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,7 +89,7 @@ def traces_of(
     ]
     # Rows of one length have operations of one shape, of which a process keeps what they give.
     tasks.sort(key=lambda task: task.lengths.longest)
-    traced = each_of(_tracing(runs, spaces), tasks)
+    traced = each_of(lambda task: _traced(task, runs[task.kind], spaces[task.kind]), tasks)
     growths, refused = _growths(tasks, traced)
     notes = dict.fromkeys(note for each in traced if isinstance(each, Point) for note in each.notes)
     return Traces(ways, growths, refused, tuple(notes))
@@ -129,24 +129,16 @@ def tasks_of(kind: str, way: Way, lengths: RowLengths, positions: int, *, cuts: 
     return found
 
 
-def _tracing(
-    runs: Mapping[str, PlannedRun], spaces: Mapping[str, set[tuple[int, ...]]]
-) -> Callable[[Task], Point | str]:
-    def trace(task: Task) -> Point | str:
-        try:
-            return _traced(task, runs[task.kind], spaces[task.kind])
-        except ValueError as reason:
-            return str(reason)
-
-    return trace
-
-
-def _traced(task: Task, asked: PlannedRun, spaces: set[tuple[int, ...]]) -> Point:
-    run = run_of(asked, task.way)
-    rows = min(task.lengths.batch, run.requested.get(BATCH, task.lengths.batch))
-    run = replace(run, requested={**run.requested, BATCH: rows, "eval_strategy": "no"})
-    budget = {} if task.rows is None else {BUDGET: task.rows * _computed(task, run)}
-    return point_of(run, task.lengths, {**task.stage.options, **budget}, spaces)
+def _traced(task: Task, asked: PlannedRun, spaces: set[tuple[int, ...]]) -> Point | str:
+    """A trace, or why there is none."""
+    try:
+        run = run_of(asked, task.way)
+        rows = min(task.lengths.batch, run.requested.get(BATCH, task.lengths.batch))
+        run = replace(run, requested={**run.requested, BATCH: rows, "eval_strategy": "no"})
+        budget = {} if task.rows is None else {BUDGET: task.rows * _computed(task, run)}
+        return point_of(run, task.lengths, {**task.stage.options, **budget}, spaces)
+    except ValueError as reason:
+        return str(reason)
 
 
 def point_of(

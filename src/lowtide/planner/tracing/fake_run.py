@@ -48,7 +48,7 @@ from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
 from lowtide.planner.tracing.rollouts import TracedCompletions, TracedPrompt, TracedRollout, TracedWriting
 from lowtide.planner.tracing.split_tokens import TracedSlice
-from lowtide.planner.tracing.substitutes.four_bit import check_four_bit, reference_in_four_bits
+from lowtide.planner.tracing.substitutes.four_bit import check_four_bit, store_in_four_bits
 from lowtide.planner.tracing.substitutes.package_optimizers import as_stepped, pages_states
 from lowtide.planner.tracing.substitutes.stand_ins import as_on
 from lowtide.planner.tracing.teachers import DescribedTeacher
@@ -262,24 +262,18 @@ class FakeRun:
             faked(fake),
             trace,
             patch.object(offloading, "trim_heap", trace.trimmed),
-            patch.dict(STORAGES, {"4bit": reference_in_four_bits}),
+            patch.dict(STORAGES, {"4bit": lambda model, _device: store_in_four_bits(model)}),
             taking(partial(_few_blocks, costs.values())),
             as_on(device, trace),
             as_stepped(optimizer_name(self.config), device),
             followed_to_the_host(trace, device),
             keys_followed(trace),
         ):
-            sequence = self._slice(_sending(trace, costs))
+            ranks, count = self.sequence_parallel, _sending(trace, costs)
+            sequence = TracedSlice(ranks=ranks, count=count) if ranks > 1 else None  # this rank among those that split
             batch, traced_scores, micro_batches = self._run(trace, fake, layers, device, sequence)
         share = batch.scores / max(traced_scores, 1)
-        return TracedRun(
-            list(trace.events), costs, batch.tokens, micro_batches, share, sequence_parallel=self.sequence_parallel
-        )
-
-    def _slice(self, count: Callable[[int], None]) -> TracedSlice | None:
-        """This rank among those that split the tokens."""
-        ranks = self.sequence_parallel
-        return TracedSlice(ranks=ranks, count=count) if ranks > 1 else None
+        return TracedRun(list(trace.events), costs, batch.tokens, micro_batches, share, sequence_parallel=ranks)
 
     def _unrolled(self, device: Device) -> TracedRun:
         model, together = self.model, self._together

@@ -31,12 +31,17 @@ from lowtide.run import streamed_weights
 @contextlib.contextmanager
 def followed_to_the_host(trace: StorageTrace, device: Device) -> Iterator[None]:
     """While it lasts, a trace notes what goes to the memory of a GPU's host; a CPU's own offloading is to a file."""
-    with patch.object(streamed_weights, "Unresident", partial(_Visiting, trace)):
-        if device.kind == "cuda":
-            with _offloaded_to_the_host(trace):
-                yield
-        else:
-            yield
+    patches: list[Any] = [patch.object(streamed_weights, "Unresident", partial(_Visiting, trace))]
+    if device.kind == "cuda":
+        patches += [
+            patch.object(offloading, "Nowhere", partial(_Away, trace)),
+            patch.object(chain_storage, "Nowhere", partial(_KeysAway, trace)),
+            patch.dict(STORAGES, {"cpu": partial(_brought_for_each_forward, trace)}),
+        ]
+    with contextlib.ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        yield
 
 
 def weights_wait(model: nn.Module, trace: StorageTrace) -> None:
@@ -76,15 +81,6 @@ class _Visiting(Unresident):
             self.trace.belongs([weight.grad for weight in unit.weights if weight.grad is not None], PINNED)
         super().leave(unit)
         self.trace.layer = now
-
-
-@contextlib.contextmanager
-def _offloaded_to_the_host(trace: StorageTrace) -> Iterator[None]:
-    in_host_memory = {"cpu": partial(_brought_for_each_forward, trace)}
-    activations = patch.object(offloading, "Nowhere", partial(_Away, trace))
-    keys = patch.object(chain_storage, "Nowhere", partial(_KeysAway, trace))
-    with activations, keys, patch.dict(STORAGES, in_host_memory):
-        yield
 
 
 class _Away(offloading.Nowhere):

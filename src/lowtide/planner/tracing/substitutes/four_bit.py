@@ -85,11 +85,6 @@ def check_four_bit(quantization_config: Any, adapters: Any) -> None:
         )
 
 
-def reference_in_four_bits(model: nn.Module, _device: torch.device) -> None:
-    """A reference with `ref_model_storage="4bit"`."""
-    store_in_four_bits(model)
-
-
 def store_in_four_bits(model: nn.Module, quantization_config: Any = None) -> None:
     """Has the linear layers of a model's layers stand for 4-bit ones; embeddings and head stay as they are.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -62,7 +63,7 @@ def as_stepped(optimizer: str, device: Device) -> Iterator[None]:
         if optimizer in COMPILED and find_spec("torchao") is not None:  # without it the trainer says what it needs
             with without_modes():  # tables have values, even if it is a trace that asks first
                 make_code_tables()
-            step = _CompiledStep(COMPILED[optimizer])
+            step = partial(_compiled_step, COMPILED[optimizer])
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(parameter_step_by(step))
         if optimizer in PAGED and device.kind == "cuda" and find_spec("bitsandbytes") is not None:
@@ -72,16 +73,11 @@ def as_stepped(optimizer: str, device: Device) -> Iterator[None]:
         yield
 
 
-class _CompiledStep:
+def _compiled_step(bytes_per_element: int, parameter: Tensor, grad: Tensor, *_: Any) -> None:
     """Stands for the function that torchao compiles, of one parameter."""
-
-    def __init__(self, bytes_per_element: int) -> None:
-        self.bytes_per_element = bytes_per_element
-
-    def __call__(self, parameter: Tensor, grad: Tensor, *_: Any) -> None:
-        buffers = parameter.new_empty(self.bytes_per_element * parameter.numel(), dtype=torch.uint8)
-        parameter.copy_(grad)  # it reads one and writes the other
-        del buffers
+    buffers = parameter.new_empty(bytes_per_element * parameter.numel(), dtype=torch.uint8)
+    parameter.copy_(grad)  # it reads one and writes the other
+    del buffers
 
 
 def _unpaged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> Tensor:

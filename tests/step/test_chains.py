@@ -17,7 +17,7 @@ from lowtide.ops.attention.piece_keys import OnDevice
 from lowtide.ops.logits.linear_logprobs import Want
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE
-from lowtide.step.cut import Part
+from lowtide.step.cut import parts_of
 from lowtide.step.evaluate import evaluate_batch, score_in_parts
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
@@ -128,7 +128,8 @@ def test_pieces_hold_each_token_and_each_score_once(make, most):
         row = batch.select_rows([number])
         if row.tokens <= most:
             continue
-        pieces = Part.of_row(row, most).pieces
+        [part] = parts_of(row, Limits(tokens=most))
+        pieces = part.pieces
         assert max(piece.batch.tokens for piece in pieces) <= most
         assert sum(piece.batch.tokens for piece in pieces) == row.tokens
         assert torch.cat([piece.scores for piece in pieces]).sort()[0].tolist() == list(range(row.scores))

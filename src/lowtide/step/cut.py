@@ -14,7 +14,7 @@ from lowtide.compat.torch import FakeTensor
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.ops.attention.piece_keys import KeyPlace, PieceKeys
 from lowtide.ragged import RaggedBatch, Segment, arranged, sent
-from lowtide.step_plan import LEAST, Limits, MicroBatch, PiecePlan, Span, cut_rows, plan_pieces
+from lowtide.step_plan import LEAST, Limits, MicroBatch, PiecePlan, Span, cut_rows
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,6 @@ class Part:
             return cls(batch, (Piece(batch),))
         places = _score_places(batch) if places is None else places
         return cls(batch, tuple(_piece(batch, places, each) for each in pieces))
-
-    @classmethod
-    def of_row(cls, row: RaggedBatch, most: int) -> Part:
-        """A batch of one row, in pieces of at most so many tokens."""
-        return cls.of(row, plan_pieces(row.segments, range(len(row.segments)), most))
 
     def read(self, number: int) -> RaggedBatch:
         """What the loss of a piece is read from, whose scores are those that its forward sees."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.ops.attention.attention_blocks import CpuFlash, Merged, Part, WrittenOut
+from lowtide.ops.attention.attention_blocks import CpuFlash, Merged, WrittenOut
+from lowtide.ops.attention.attention_blocks import Part as Pairs
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules
 from lowtide.ops.attention.chained_attention import chained_attention
 from lowtide.ops.attention.piece_keys import PieceKeys
-from lowtide.step import cut
+from lowtide.step.cut import Part
+from lowtide.step_plan import plan_pieces
 from tests.support.references.dense_attention import VARIANTS, dense, ragged
 
 ROWS = {
@@ -29,7 +31,7 @@ def whole_row(lengths: list[int], prefix: list[int]):
 class Layer:
     """The keys of one layer: computed anew in each pass, as a model does."""
 
-    def __init__(self, row: cut.Part, tensors: list[torch.Tensor], asked: dict) -> None:
+    def __init__(self, row: Part, tensors: list[torch.Tensor], asked: dict) -> None:
         self.row, self.tensors, self.asked = row, tensors, asked
         self.places = [self._places(number) for number in range(len(row.pieces))]
 
@@ -74,7 +76,7 @@ def test_values_and_gradients_equal_dense_attention(shape, variant, dtype):
     expected = dense(*theirs[:3], batch, **named(theirs[3:]))
     (expected * weights).sum().backward()
 
-    row = cut.Part.of_row(numbered(batch), 9)
+    row = Part.of(numbered(batch), plan_pieces(batch.segments, range(len(batch.segments)), 9))
     assert len(row.pieces) > 3
     layer, pieces = Layer(row, ours[:3], named(ours[3:])), row.keys(PieceKeys(1).place)
     for number, keys in enumerate(pieces):
@@ -104,9 +106,9 @@ def test_kernels_agree_on_a_block(causal, scale):
     found = []
     for kernel in (CpuFlash(), WrittenOut()):
         part = kernel.forward(query, key, value, rules, causal=causal)
-        merged = Merged(Part(part.out.clone(), part.lse.clone()))
+        merged = Merged(Pairs(part.out.clone(), part.lse.clone()))
         merged.add_sinks(torch.ones(6, dtype=torch.float64))  # a softmax over more than the block
-        more = Part(merged.out, merged.lse)
+        more = Pairs(merged.out, merged.lse)
         found.append((*part, *kernel.backward(grad, query, key, value, more, rules, causal=causal)))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)

@@ -283,3 +283,35 @@ def test_a_step_of_the_trainer_takes_whole_conversations(thinking, tmp_path):
     assert trainer.state.global_step == 1
     expected = sum(loss.item() * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
     assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, abs=2e-4)
+
+
+def test_what_the_template_does_not_write_is_told(tokenizer, caplog):
+    call = {"type": "function", "function": {"name": "find", "arguments": {}}}
+    talks = [
+        talk(1, thoughts=False),
+        talk(1),
+        [said("user", "And?"), said("assistant", "", tool_calls=[call]), said("tool", "x"), said("assistant", "So.")],
+    ]
+    run(talks, tokenizer)
+    assert "in 2 of 3 rows (the first is row 1) the chat template does not write the thoughts" in caplog.text
+    caplog.clear()
+    tokenizer.chat_template = THINKING
+    run(talks[1:2], tokenizer)
+    assert "does not write the thoughts" not in caplog.text
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_empty_thoughts_that_are_scored_are_told(tokenizer, caplog, thinks):
+    """Unless the prompt has them already."""
+    tokenizer.chat_template = THINKING.replace(
+        "<|im_start|>assistant\n{% endif %}",
+        "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    )
+    rows = Dataset.from_list(
+        [{"messages": talk(1, thoughts=False), "chat_template_kwargs": {"enable_thinking": thinks}}]
+    )
+    options = PrepareOptions(assistant_only_loss=True, vocab_size=1000)
+    dataset, _ = prepare(rows, tokenizer, options, batch_size=1, packing=False)
+    empty = "<think>\n\n</think>\n\n" if thinks else ""
+    assert scored(tokenizer, dataset[0]["labels"]) == f"{empty}It is 0.<|im_end|>"
+    assert ("a message without thoughts is scored with the empty ones" in caplog.text) == thinks

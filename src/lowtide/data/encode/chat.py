@@ -11,8 +11,10 @@ more follows there is no such span in the whole, and the conversation is refused
 import logging
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, reduce
 from itertools import groupby
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from lowtide.data.encode.turn_ends import TurnEnds
 from lowtide.data.formats.conversation import Message, assistant_turns
 from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace
+from lowtide.data.report.doubts import NO_DOUBT
 
 logger = logging.getLogger(__name__)
 
@@ -162,8 +165,12 @@ class ChatEncoder:
                 raise place.error(row, _cannot_render(error)) from error
             self._tell_of_ends(turns[-1], place.source)
         pairs = iter(encode_turns([turn for each in turns for turn in each], self._ids, self._anchor))
-        encoded = self._ids(wholes)
-        return [rounds_of([next(pairs) for _ in each], whole) for each, whole in zip(turns, encoded, strict=True)]
+        of_wholes = zip(turns, self._ids(wholes), strict=True)
+        made = [rounds_of([next(pairs) for _ in each], whole) for each, whole in of_wholes]
+        return [
+            [replace(row, doubt=reduce(or_, (turn.doubt for turn in each), NO_DOUBT)) for row in rows]
+            for each, rows in zip(turns, made, strict=True)
+        ]
 
     def look_at_ends(self, chat: ChatSample, source: str) -> None:
         """Says if no stop token ends the turns of a dataset, of which this is a conversation."""

@@ -11,12 +11,14 @@ a row of their own, in practice one for each round of tool calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowtide.data.encode.turn_ends import MARK, TurnEnds, marked_message
-from lowtide.data.formats.conversation import Message
+from lowtide.data.formats.conversation import THOUGHTS, Message
+from lowtide.data.report.doubts import NO_DOUBT, Doubt
 
+THOUGHT_END = "</think>"
 SHOWN = 40
 """Characters of a text that messages show."""
 
@@ -33,6 +35,7 @@ class Turn:
     target: str
     ends: bool = True
     """Whether the target ends with a token at which generation stops."""
+    doubt: Doubt = NO_DOUBT
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Round:
 
     token_ids: list[int]
     turns: list[tuple[int, int]] = field(default_factory=list)
+    doubt: Doubt = NO_DOUBT
+    """What is doubtful in the conversation."""
 
 
 class Talk:
@@ -74,7 +79,7 @@ class Talk:
         context, whole = self.text(number, prompt=True), self.text(number + 1)
         written = whole[len(context) :] if whole.startswith(context) else self._behind_header(number)
         target, stops = ends.cut(written, self.messages[: number + 1], self._alone, str(shape))
-        return Turn(context, target, stops)
+        return Turn(context, target, stops, _doubt_of(self.messages[number], target))
 
     def _spoken(self, number: int, ends: TurnEnds, shape: object) -> Turn:
         """A message that no prompt asks for: what it says, and the stop token that ends it if there is one."""
@@ -103,6 +108,20 @@ class Talk:
         if start < 0 or whole[: start + len(header)] != marked[: start + len(header)]:
             raise UnclearTurn(_why_unclear(number, context, whole))
         return whole[start + len(header) :]
+
+
+def _doubt_of(message: Message, target: str) -> Doubt:
+    """What is doubtful in a turn of the assistant, by what the template writes of it."""
+    thought = str(next((message[name] for name in THOUGHTS if message.get(name)), ""))
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    names = [str(call["name"]) for call in calls if isinstance(call, Mapping) and call.get("name")]
+    written = "".join(target.split())
+    doubt = NO_DOUBT
+    if any("".join(each.split()) not in written for each in (thought, *names)):
+        doubt |= Doubt.NOT_SHOWN
+    if not thought and THOUGHT_END in target and THOUGHT_END not in (message.get("content") or ""):
+        doubt |= Doubt.EMPTY_THOUGHT
+    return doubt
 
 
 def _alike(one: str, other: str) -> int:

@@ -173,7 +173,8 @@ class RowEncoder:
         if samples[0].prompt_messages is not None:
             prompts = np.array([row.turns[0][0] if row.turns else len(row.token_ids) for row in rows], dtype=np.int64)
         groups = np.cumsum([0, *map(len, rounds)])
-        return replace(_rows(token_ids, offsets, scored, prompts), groups=groups)
+        doubts = np.array([of_sample[0].doubt for of_sample in rounds], dtype=np.int64)
+        return replace(_rows(token_ids, offsets, scored, prompts), groups=groups, doubts=doubts)
 
     def _wanted(self, sample: ChatSample, index: int, place: RowPlace) -> list[int]:
         """The numbers of the messages that are scored."""

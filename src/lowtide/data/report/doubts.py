@@ -31,8 +31,11 @@ class Doubt(IntFlag):
     NO_END = 8
     """Said only where no row of a dataset has an end: rows may be pieces of a longer text."""
     OTHER_MASK = 16
+    NOT_SHOWN = 32
+    EMPTY_THOUGHT = 64
 
 
+NO_DOUBT = Doubt(0)
 SAID = {
     Doubt.NO_ANSWER: "the text, the completion or a message of the assistant is empty or missing, or has special "
     "tokens alone, so that no more than an end token is learned of it. Remove such rows, or give them an answer.",
@@ -42,6 +45,11 @@ SAID = {
     "is the token itself, or -100: labels are shifted later. Remove the column 'labels' if that is not meant.",
     Doubt.OTHER_MASK: "'labels' scores other tokens than 'completion_mask' or 'assistant_masks', and the labels are "
     "followed, as by TRL. Remove the columns that are not meant.",
+    Doubt.NOT_SHOWN: "the chat template does not write the thoughts or the tool calls of a message that is scored, and "
+    "nothing is learned of them. Set chat_template_path to a template that writes them, or remove them.",
+    Doubt.EMPTY_THOUGHT: "a message without thoughts is scored with the empty ones that the chat template writes, as "
+    "the model has to write them. Where the prompt is to have them already, give the rows chat_template_kwargs such as "
+    "{'enable_thinking': False}.",
     Doubt.NO_END: "no token ends the completion or the text, and the model does not learn to stop: rows that are token "
     "ids get no end token. Put the tokenizer's end token after them.",
 }

@@ -61,6 +61,17 @@ def test_the_last_turn_only(tokenizer, way):
     assert [scored(tokenizer, row) for row in found] == [f"a2.{end}", f"a1.{end}"]
 
 
+def test_marks_that_are_not_one_for_each_turn_do_as_long_as_all_turns_count(tokenizer):
+    """Such as those of a template that marks no turn of a prompt."""
+    unmarked = "{% if message['role'] == 'assistant' and loop.index0 > 1 %}"
+    tokenizer.chat_template = MARKED_CHATML.replace("{% if message['role'] == 'assistant' %}", unmarked)
+    messages = talk({}, {})
+    [row] = run([{"prompt": messages[:3], "completion": messages[3:]}], tokenizer)
+    assert scored(tokenizer, row) == "a1.<|im_end|>\n"
+    with pytest.raises(ValueError, match=r"row 0 .*some of the 2 messages of the assistant are not to be trained"):
+        run([{"messages": talk({"weight": 0}, {})}], tokenizer)
+
+
 def test_other_roles_are_scored_with_their_ends(tokenizer):
     messages = [said("system", "Be brief."), *talk({}, {})]
     [row] = run([{"messages": messages}], tokenizer, roles_to_train=["human", "gpt"])

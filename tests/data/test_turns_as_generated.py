@@ -110,6 +110,12 @@ def test_turns_that_the_past_keeps_are_one_row_of_the_same_tokens_as_the_whole(t
         assert {(a, tokenizer.decode([b])) for a, b in pairs} == {(-100, "\n")}
 
 
+def test_several_processes_prepare_the_same_rows(thinking):
+    alone, _ = run(TALKS, thinking)
+    together, _ = run(TALKS, thinking, num_proc=2, seed=1, fingerprint="another")
+    assert [segments(row) for row in together] == [segments(row) for row in alone]
+
+
 def test_a_stream_has_the_same_rows(thinking):
     dataset, _ = run(TALKS, thinking)
     stream, _ = run(TALKS, thinking, stream=True)

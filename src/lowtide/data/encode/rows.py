@@ -151,7 +151,7 @@ class RowEncoder:
             return self._encode_rounds(self.chat, samples, place)
         scored = None
         if self.options.assistant_only_loss:
-            wanted = [self._wanted(sample, index, place) for index, sample in enumerate(samples)]
+            wanted = [self._wanted(sample, index, place, 0) for index, sample in enumerate(samples)]
             token_ids, masks = self.chat.encode_with_turns(samples, place, wanted)
             scored = flatten(masks)[0] != 0
         else:
@@ -161,7 +161,10 @@ class RowEncoder:
         return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, scored)
 
     def _encode_rounds(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
-        wanted = [self._wanted(sample, index, place) for index, sample in enumerate(samples)]
+        all_count = self.options.completion_only_loss is False
+        firsts = [0 if all_count else sample.prompt_messages or 0 for sample in samples]
+        pairs = enumerate(zip(samples, firsts, strict=True))
+        wanted = [self._wanted(sample, index, place, first) for index, (sample, first) in pairs]
         rounds = chat.encode_rounds(samples, wanted, place)
         rows = [row for of_sample in rounds for row in of_sample]
         token_ids, offsets = flatten([row.token_ids for row in rows])
@@ -176,9 +179,8 @@ class RowEncoder:
         doubts = np.array([of_sample[0].doubt for of_sample in rounds], dtype=np.int64)
         return replace(_rows(token_ids, offsets, scored, prompts), groups=groups, doubts=doubts)
 
-    def _wanted(self, sample: ChatSample, index: int, place: RowPlace) -> list[int]:
-        """The numbers of the messages that are scored."""
-        first = 0 if self.options.completion_only_loss is False else sample.prompt_messages or 0
+    def _wanted(self, sample: ChatSample, index: int, place: RowPlace, first: int) -> list[int]:
+        """The numbers of the messages that are scored, from `first` on."""
         try:
             found = [
                 number

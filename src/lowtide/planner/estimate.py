@@ -155,7 +155,8 @@ def estimate_run(
     traced = run.traced(device)
     events = list(run_of(traced.events, rehearsal=run.rehearsal))
     phases = peaks(events, _allocator_of(run, traced, device))
-    start = peaks(start_of(traced.events), _allocator_of(run, traced, device))
+    at_start = _heap_at_start(run, traced.events) if device.kind == "cpu" else _allocator_of(run, traced, device)
+    start = peaks(start_of(traced.events), at_start)
     found = _estimate(phases, device, traced.tokens_per_second(device), beside, traced.notes)
     return replace(
         found, start_bytes=_peak(start) + beside, host_bytes=host_bytes(events), heaviest_tokens=traced.tokens
@@ -175,18 +176,23 @@ def _allocator_of(run: FakeRun, traced: TracedRun, device: Device) -> Allocator:
 
 
 def heap_of(run: FakeRun, events: Iterable[Event]) -> GlibcHeap:
-    """A CPU's, as it is set up for a model that is large or not, with the workspaces of its libraries."""
+    """A CPU's, with the workspaces of its libraries."""
+    heap = _heap_at_start(run, events)
+    packed = min(PACKED, 4 * run.method.head.packed_elements(run.described))
+    heap.born("workspace", packed + (PACKED if run.has_16_bits else 0))
+    return heap
+
+
+def _heap_at_start(run: FakeRun, events: Iterable[Event]) -> GlibcHeap:
+    """A CPU's, as it is set up for a model that is large or not; libraries take their workspaces in the first step."""
     trims = any(event.block is None and not event.born for event in events)
     large = trims and byte_sum(run.layout().parameters) >= host_heap.LARGE
-    heap = GlibcHeap(
+    return GlibcHeap(
         host_heap.MMAP_ABOVE_OF_LARGE if large else host_heap.MMAP_ABOVE,
         host_heap.TRIM_ABOVE,
         near=1 if run.gathers else host_heap.NEAR,  # it is trimmed before the head in any case, where most is held
         thread_cache=has_thread_cache(),
     )
-    packed = min(PACKED, 4 * run.method.head.packed_elements(run.described))
-    heap.born("workspace", packed + (PACKED if run.has_16_bits else 0))
-    return heap
 
 
 @dataclass(frozen=True)
@@ -217,7 +223,7 @@ class RankTrace:
             local = local_layout(run.reference_layout(), sharding.tensor_parallel)
             share = byte_sum(local.parameters) / byte_sum(part.reference_layout().parameters)
             found = replace(found, reference_share=share)
-        start = peaks(start_of(traced.events), heap_of(part, traced.events) if heap is not None else None)
+        start = peaks(start_of(traced.events), _heap_at_start(part, traced.events) if heap is not None else None)
         # many are kept, and events are large
         return cls(replace(traced, events=()), found, run.layout(), _peak(start))
 

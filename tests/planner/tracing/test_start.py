@@ -112,7 +112,8 @@ def test_a_reference_beside_split_masters_is_never_in_float32(tmp_path):
 def test_a_start_is_predicted_and_never_above_the_peak(tmp_path, name, lengths, adapters, options):
     run = run_of(tmp_path, name, lengths, adapters, **options)
     found = estimate_run(run, CPU, beside=0)
-    assert start_bytes(run) <= found.start_bytes <= found.peak_bytes
+    assert start_bytes(run) <= found.start_bytes <= 1.2 * start_bytes(run)  # whole pages, and no workspaces yet
+    assert found.start_bytes <= found.peak_bytes
     assert found.to_dict()["start_bytes"] == found.start_bytes
     assert estimate_run(run, CPU, beside=1000).start_bytes == found.start_bytes + 1000
 

@@ -104,3 +104,18 @@ def test_most_conversations_can_be_judged():
     counts = Counter(outcome(name, kind) for name in PLAIN for kind in KINDS)
     assert sum(counts.values()) == 41 * 6
     assert counts["equal"] >= 0.97 * 156
+
+
+@pytest.mark.parametrize("name", ["gptoss", "glm4moe", "qwen3", "llama3", "phi3"])
+def test_a_conversation_of_ten_turns_is_rendered_at_most_four_times_a_turn(name, monkeypatch):
+    """Once the ends of its turns are known; finding turns in a whole conversation renders it twice a turn."""
+    tok = family_tokenizer()
+    messages = [each for _ in range(10) for each in conversation(name, "single")[0]]
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    encoder, place = ChatEncoder(tok, template(name), stop_ids=stop_ids(name)), RowPlace("data", [0])
+    encoder.encode_rounds([ChatSample(messages)], [turns], place)
+    made, plain = [], type(tok).apply_chat_template
+    monkeypatch.setattr(type(tok), "apply_chat_template", lambda *args, **more: made.append(1) or plain(*args, **more))
+    encoder.encode_rounds([ChatSample(messages)], [turns], place)
+    assert len(turns) == 10
+    assert 20 <= len(made) <= 40

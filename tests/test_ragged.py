@@ -85,7 +85,7 @@ def test_prefixes_survive_selecting_and_joining():
 
 def test_a_segment_goes_on_from_the_part_of_a_prefix_that_it_sees():
     batch = RaggedBatch.from_segments(
-        [[1, 2, 3, 4, 5], [6, 7], [8, 9], [10]], prefix=[-1, 0, 0, -1], prefix_length=[-1, 3, -1, -1], row=[0, 0, 0, 1]
+        [[1, 2, 3, 4, 5], [6, 7], [8, 9], [10]], prefix=[-1, (0, 3), 0, -1], row=[0, 0, 0, 1]
     )
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 0]
     assert batch.score_index.tolist() == [0, 1, 2, 3, 2, 5, 4, 7]
@@ -97,8 +97,8 @@ def test_a_segment_goes_on_from_the_part_of_a_prefix_that_it_sees():
 
 
 def test_the_last_token_is_that_of_the_part_of_a_prefix_that_is_seen():
-    tokens, seen = [[5, 6, 7], [0]], [-1, 2]
-    batch = RaggedBatch.from_segments(tokens, prefix=[-1, 0], prefix_length=seen, row=[0, 0], score_rule=LastToken(0))
+    tokens, prefix = [[5, 6, 7], [0]], [-1, (0, 2)]
+    batch = RaggedBatch.from_segments(tokens, prefix=prefix, row=[0, 0], score_rule=LastToken(0))
     assert batch.score_index.tolist() == [1]
 
 
@@ -118,7 +118,7 @@ def test_moving_keeps_the_host_side():
         (lambda: RaggedBatch.from_segments([[1], [2]], row=[0, 2]), "belongs to row 2 after row 0"),
         (lambda: RaggedBatch.from_segments([[1], [2]], prefix=[-1, 0]), "segment 1 has prefix 0, .* another row"),
         (
-            lambda: RaggedBatch.from_segments([[1, 2], [2]], prefix=[-1, 0], prefix_length=[-1, 3], row=[0, 0]),
+            lambda: RaggedBatch.from_segments([[1, 2], [2]], prefix=[-1, (0, 3)], row=[0, 0]),
             "segment 1 sees 3 tokens of prefix 0, of 1 to 2",
         ),
         (lambda: RaggedBatch.from_segments([]), "no segments"),

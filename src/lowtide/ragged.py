@@ -152,8 +152,7 @@ class RaggedBatch:
         token_ids: Sequence[Sequence[int]],
         labels: Sequence[Sequence[int]] | None = None,
         *,
-        prefix: Sequence[int] | None = None,
-        prefix_length: Sequence[int] | None = None,
+        prefix: Sequence[int | tuple[int, int]] | None = None,
         row: Sequence[int] | None = None,
         score_rule: ScoreRule = NEXT_TOKEN,
         row_values: Mapping[str, Tensor] | None = None,
@@ -167,9 +166,8 @@ class RaggedBatch:
             labels: for each token its target, or -100; the tokens themselves if None. The rule says where a target is
                 predicted. By the default one that is the token before it: the first token of a segment is predicted
                 from its prefix's last token; without a prefix nothing predicts it, and its label is not scored.
-            prefix: for each segment the index of the segment it goes on from, or -1 (the default).
-            prefix_length: after how many tokens of that it goes on, or -1 for all of them (the default); what stands
-                behind these in the prefix, it does not see.
+            prefix: for each segment the index of the segment it goes on from, or -1 (the default); with a number of
+                tokens, if it goes on after so many of that, and does not see what follows them there.
             row: for each segment its row; each segment a row of its own if None.
             score_rule: which positions are scored.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
@@ -181,34 +179,33 @@ class RaggedBatch:
         count = len(token_ids)
         labels = token_ids if labels is None else labels
         prefix = [-1] * count if prefix is None else prefix
-        prefix_length = [-1] * count if prefix_length is None else prefix_length
+        seen = [each if isinstance(each, tuple) else (each, -1) for each in prefix]
         row = list(range(count)) if row is None else row
-        _check_lists(token_ids, labels, prefix, prefix_length, row)
-        shared = set(prefix)
+        _check_lists(token_ids, labels, [each for each, _ in seen], row)
+        shared = {each for each, _ in seen}
         segments: list[Segment] = []
         laid: list[LaidSegment] = []
         places: list[tuple[Tensor, Tensor, Tensor]] = []  # position_ids, score_index and score_target of each
         images = ((),) * count if shown is None else tuple(map(tuple, shown.images))
         start = scored = 0
-        for number, (tokens, wanted) in enumerate(zip(token_ids, labels, strict=True)):
+        for number, (tokens, wanted, (other, most)) in enumerate(zip(token_ids, labels, seen, strict=True)):
             stop = start + len(tokens)
-            before = laid[prefix[number]] if prefix[number] >= 0 else None
-            if before is not None and prefix_length[number] >= 0:
-                before = before._replace(token_ids=before.token_ids[: prefix_length[number]])
+            before = laid[other] if other >= 0 else None
+            if before is not None and most >= 0:
+                before = before._replace(token_ids=before.token_ids[:most])
             laid.append(LaidSegment(start, tokens, wanted, before, number in shared))
             index, target = score_rule.places(laid[-1])
             first = len(before.token_ids) if before is not None else 0
             places.append((torch.arange(first, first + len(tokens)), index, target))
             key = _key(tokens, images[number]) if number in shared else 0
-            place = start, stop, prefix[number], row[number], scored, scored + len(index)
-            segments.append(Segment(*place, key, prefix_length[number]))
+            segments.append(Segment(start, stop, other, row[number], scored, scored + len(index), key, most))
             start, scored = stop, scored + len(index)
         tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
         positions, indices, targets = (torch.cat(each) for each in zip(*places, strict=True))
         rule = None if shown is None else shown.position_rule
         axes = None if rule is None else _axis_positions(rule, segments, images)
-        seen = images if any(images) else (), axes
-        return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values, seen)
+        looks = images if any(images) else (), axes
+        return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values, looks)
 
     @classmethod
     def from_rows(
@@ -230,7 +227,7 @@ class RaggedBatch:
         Raises:
             ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
         """
-        token_ids, labels, owner, prefix, seen = [], [], [], [], []
+        token_ids, labels, owner, prefix = [], [], [], []
         for number, entry in enumerate(rows):
             if "input_ids" not in entry:
                 raise ValueError(f"row {number} of the batch has no `input_ids`, only {sorted(entry)}")
@@ -244,16 +241,16 @@ class RaggedBatch:
                     f"{sum(lengths)} tokens by seq_lengths; the three must agree"
                 )
             befores = entry.get("prefix") or [-1] * len(lengths)
-            prefix += [before + len(token_ids) if before >= 0 else -1 for before in befores]
-            seen += entry.get("prefix_length") or [-1] * len(lengths)
+            seen = entry.get("prefix_length") or [-1] * len(befores)
+            first = len(token_ids)
+            prefix += [(other + first if other >= 0 else -1, most) for other, most in zip(befores, seen, strict=False)]
             start = 0
             for length in lengths:
                 token_ids.append(tokens[start : start + length])
                 labels.append(wanted[start : start + length])
                 owner.append(number)
                 start += length
-        more = {"prefix": prefix, "prefix_length": seen, "row": owner}
-        return cls.from_segments(token_ids, labels, **more, score_rule=score_rule, shown=shown)
+        return cls.from_segments(token_ids, labels, prefix=prefix, row=owner, score_rule=score_rule, shown=shown)
 
     @classmethod
     def from_pairs(
@@ -668,12 +665,10 @@ def _check_lists(
     token_ids: Sequence[Sequence[int]],
     labels: Sequence[Sequence[int]],
     prefix: Sequence[int],
-    prefix_length: Sequence[int],
     row: Sequence[int],
 ) -> None:
     """Refuses lists of segments that contradict each other, before anything is made of them."""
-    lists = {"labels": labels, "prefix": prefix, "prefix_length": prefix_length, "row": row}
-    for name, values in lists.items():
+    for name, values in (("labels", labels), ("prefix", prefix), ("row", row)):
         if len(values) != len(token_ids):
             raise ValueError(f"RaggedBatch: {len(token_ids)} segments but {len(values)} entries in `{name}`")
     if len(token_ids) == 0:

@@ -286,8 +286,7 @@ def _batches(rule: ScoreRule, first: list[int], second: list[int], more: list[in
         lay(
             [first, longer, more, last],
             [first, [IGNORE] * len(longer), more, last],
-            prefix=[-1, -1, 1, -1],
-            prefix_length=[-1, -1, len(second), -1],
+            prefix=[-1, -1, (1, len(second)), -1],
             row=[0, 1, 1, 2],
         ),
         lay([other, second, [*second, *more]]),

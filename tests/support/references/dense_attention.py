@@ -59,4 +59,5 @@ def dense(q, k, v, batch, scale=None, window=None, chunk=None, softcap=None, sin
 def ragged(lengths: list[int], prefix: list[int], seen: list[int] | None = None) -> RaggedBatch:
     """Segments of these lengths; those that share a prefix are one row with it, and see so much of it."""
     row = [sum(p == -1 for p in prefix[: i + 1]) - 1 for i in range(len(prefix))]
-    return RaggedBatch.from_segments([[1] * n for n in lengths], prefix=prefix, prefix_length=seen, row=row)
+    places = list(zip(prefix, [-1] * len(prefix) if seen is None else seen, strict=True))
+    return RaggedBatch.from_segments([[1] * n for n in lengths], prefix=places, row=row)

@@ -132,3 +132,12 @@ def test_nodes_multiply_and_say_what_a_token_costs():
 def test_nodes_need_devices(more):
     with pytest.raises(ValueError, match="need `devices`"):
         lowtide.plan("sft", MODEL, Dataset.from_list(rows_of([8])), "1GiB", device="l4", **more)
+
+
+@pytest.mark.slow
+def test_traces_that_compare_with_one_node_are_not_counted(monkeypatch):
+    monkeypatch.delitem(FEW, "gradient_checkpointing")  # which one node takes, and two do not
+    compared, alone = (planned("850MiB", 512, 2, explain=explain, devices="2xH100") for explain in (True, False))
+    assert compared.spread is not None
+    assert compared.spread.cost is not None
+    assert compared.traces == alone.traces

@@ -7,7 +7,7 @@ training beside it is left alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack, cast
 
@@ -118,7 +118,7 @@ def estimate(
         return estimate_method(method, model, dataset, budget, device=device, **{**own, "lengths": lengths})
     if own.pop("config", None) is not None:
         raise ValueError("the config stands in the place of the method already: leave `config` out")
-    rows: Any = dataset if lengths is None else row_lengths(lengths, method_of(method)).lengths
+    rows: Any = dataset if lengths is None else row_lengths(lengths, method_of(method))
     if lengths is None and not isinstance(dataset, Dataset):
         rows, _ = first_rows(load_rows(cast(Source, dataset)))
     place = device_named(device).with_rates()
@@ -132,12 +132,12 @@ def estimate(
 def _estimate_config(
     config: TrainingConfig,
     model: str | PretrainedConfig,
-    rows: Dataset | Sequence[int | Sequence[int]],
+    rows: Dataset | RowLengths,
     device: Device,
     sharding: Sharding | None,
     inputs: PlanInputs,
 ) -> Estimate:
-    """Of a trainer's config; rows are a dataset, or lengths."""
+    """Of a trainer's config."""
     inputs = with_adapters_of(model, inputs)
     rewards = DescribedRewards.of(_rewards(inputs.pop("reward_funcs", None), vars(config)))
     inputs["teacher_model"] = DescribedTeacher.of(inputs.get("teacher_model"), config)
@@ -147,11 +147,9 @@ def _estimate_config(
         quantization_config=inputs.pop("quantization_config", None),
     )
     described, notes = config_of_model(model, **config_init(init)), ()
-    if not isinstance(rows, Dataset):
-        declared = method_of(config)
-        lengths, asked = RowLengths(tuple(rows), declared), {name: vars(config)[name] for name in config.requested}
-        notes = check_lengths(lengths, described, _written(declared, vars(config)))
-        notes = (*notes, *notes_of_lengths(lengths, asked))
+    if isinstance(rows, RowLengths):
+        notes = check_lengths(rows, described, _written(rows.method, vars(config)))
+        notes = (*notes, *notes_of_lengths(rows, {name: vars(config)[name] for name in config.requested}))
     found = in_tracing_process(
         _estimated,
         ConfigState.of(config),
@@ -178,17 +176,16 @@ def _spread(config: TrainingConfig, sharding: Any, world_size: int) -> Sharding 
 def _estimated(
     state: ConfigState,
     described: PretrainedConfig,
-    rows: Dataset | Sequence[int | Sequence[int]],
+    rows: Dataset | RowLengths,
     device: Device,
     sharding: Sharding | None,
     rewards: DescribedRewards,
     inputs: ModelInputs,
 ) -> Estimate:
-    """See `estimate`; rows are a dataset, or lengths."""
-    config, prepared = state.config(), not isinstance(rows, Dataset)
-    method = method_of(config)
-    dataset = rows if isinstance(rows, Dataset) else RowLengths(tuple(rows), method).rows()
-    run = FakeRun(method, config, described, dataset, prepared=prepared, rewards=rewards, **inputs)
+    """See `estimate`."""
+    config, prepared = state.config(), isinstance(rows, RowLengths)
+    dataset = rows.rows() if isinstance(rows, RowLengths) else rows
+    run = FakeRun(method_of(config), config, described, dataset, prepared=prepared, rewards=rewards, **inputs)
     return estimate_run(run, device, sharding=sharding)
 
 

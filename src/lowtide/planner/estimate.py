@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from lowtide.memory.allocators import host_heap
@@ -154,8 +155,9 @@ def estimate_run(
         return RankTrace.of(run, device, sharding).estimate(sharding, cluster, beside)
     traced = run.traced(device)
     events = list(run_of(traced.events, rehearsal=run.rehearsal))
-    phases = peaks(events, _allocator_of(run, traced, device))
-    at_start = _heap_at_start(run, traced.events) if device.kind == "cpu" else _allocator_of(run, traced, device)
+    allocator = partial(allocator_of, run, traced.events, device, device.workspaces)
+    phases = peaks(events, allocator())
+    at_start = _heap_at_start(run, traced.events) if device.kind == "cpu" else allocator()
     start = peaks(start_of(traced.events), at_start)
     found = _estimate(phases, device, traced.tokens_per_second(device), beside, traced.notes)
     return replace(
@@ -167,10 +169,10 @@ def _peak(phases: Mapping[str, Mapping[str, int]]) -> int:
     return max((sum(held.values()) for held in phases.values()), default=0)
 
 
-def _allocator_of(run: FakeRun, traced: TracedRun, device: Device) -> Allocator:
-    """That of a device, with the workspaces of its libraries."""
-    allocator: Allocator = CudaAllocator() if device.kind == "cuda" else heap_of(run, traced.events)
-    for number, size in enumerate(device.workspaces):
+def allocator_of(run: FakeRun, events: Iterable[Event], device: Device, workspaces: Iterable[int]) -> Allocator:
+    """That of a device, with blocks of so many bytes as the workspaces of its libraries."""
+    allocator: Allocator = CudaAllocator() if device.kind == "cuda" else heap_of(run, events)
+    for number, size in enumerate(workspaces):
         allocator.born(("workspace", number), size)
     return allocator
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowtide.planner.allocators.cuda_allocator import CudaAllocator
 from lowtide.planner.allocators.replay import peaks
 from lowtide.planner.allocators.replay import run_of as events_of
 from lowtide.planner.answers.curves import Curve, Growth, Point
@@ -14,7 +13,7 @@ from lowtide.planner.answers.row_lengths import BATCH, RowLengths
 from lowtide.planner.answers.ways import Stage, Way, run_of, ways_of
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import Device
-from lowtide.planner.estimate import heap_of
+from lowtide.planner.estimate import allocator_of
 from lowtide.planner.parallel import each_of
 
 BUDGET = "tokens_per_microbatch"
@@ -151,10 +150,8 @@ def point_of(
     """
     fake = run.faked(lengths.rows(), options)
     traced = fake.traced(run.device)
-    allocator = CudaAllocator() if run.device.kind == "cuda" else heap_of(fake, traced.events)
     first, *_ = spaces = sorted(spaces, key=sum)
-    for number, size in enumerate(first):
-        allocator.born(("workspace", number), size)
+    allocator = allocator_of(fake, traced.events, run.device, first)
     held = peaks(events_of(traced.events, rehearsal=fake.rehearsal), allocator)
     # Larger workspaces add what they have more, but for the rounding of an allocator to some MiB.
     phases = {

@@ -67,27 +67,22 @@ class Way:
 
 def ways_of(run: PlannedRun) -> list[Way]:
     """Those that agree with what a user asked for; adapters leave out what trains all weights."""
-    found = [_full(run), *([_sixteen()] if modern(run) else [])] if run.peft_config is None else []
+    found = [_full(run), *([_sixteen()] if run.device.has_bf16 else [])] if run.peft_config is None else []
     found += [_adapters(run, four_bits=False)] if run.quantization_config is None else []
     found.append(_adapters(run, four_bits=True))
     kept = [replace(way, stages=tuple(each for each in way.stages if _agrees(each, run))) for way in found]
     return [way for way in kept if way.stages]
 
 
-def modern(run: PlannedRun) -> bool:
-    """Whether it is on a GPU that has bfloat16, where all ways are compared; elsewhere the plain ones are."""
-    return run.device.has_bf16
-
-
 def older(run: PlannedRun) -> bool:
-    """Whether it is on a GPU without bfloat16, where float16 takes its place."""
-    return run.device.kind == "cuda" and not modern(run)
+    """Whether it is on a GPU without bfloat16, where float16 takes its place, and not all ways are compared."""
+    return run.device.kind == "cuda" and not run.device.has_bf16
 
 
 def _mixed(run: PlannedRun, *, adapters: bool) -> dict[str, Any]:
     """The mixed precision that a user writes: bfloat16 is the default of a GPU that has it, and on a CPU all weights
     are trained in float32."""
-    if "bf16" in run.requested or "fp16" in run.requested or modern(run):
+    if "bf16" in run.requested or "fp16" in run.requested or run.device.has_bf16:
         return {}
     return {"fp16": True} if older(run) else {"bf16": True} if adapters else {}
 
@@ -106,7 +101,7 @@ def _full(run: PlannedRun) -> Way:
     """In a second stage on a GPU nothing but weights and the gradient of one of them is there at a time."""
     options = {**_mixed(run, adapters=False), "gradient_checkpointing": True}
     stages = [Stage(FULL, options, name=SAVING, least=0 if run.requested.keys() & OTHER_STATES else STATES)]
-    if modern(run):
+    if run.device.has_bf16:
         small = {"gradient_checkpointing": True, "optimizer_in_backward": TWO_PASS, "optimizer_states_on_host": True}
         offloaded = {**small, "activation_offloading": True}
         stages.append(Stage(FULL, offloaded, whole=True, name="smallest", grows_like=(FULL, SAVING)))
@@ -123,7 +118,7 @@ def _adapters(run: PlannedRun, *, four_bits: bool) -> Way:
     name, half = QLORA if four_bits else LORA, {} if _dtype_of(run) else {"dtype": _sixteen_bits(run)}
     saving = {**_mixed(run, adapters=True), **half, "gradient_checkpointing": True}
     stages = [Stage(name, saving, name=SAVING, least=0.5 if four_bits else 2 if half else 0)]
-    if modern(run):
+    if run.device.has_bf16:
         stages.insert(0, Stage(name, {**saving, "gradient_checkpointing": False}, name=PLAIN, long=False))
         stages.append(Stage(name, {**saving, **SMALL}, name="smallest", begins_with=SAVING))
     written = {"use_peft": True, **({"load_in_4bit": True} if four_bits else {})}

@@ -103,15 +103,13 @@ class TracedRun:
     """In parts: "loading", "rollout", "room", "gradients", "step", "states", "optimizer", "clear", "evaluation",
     "saving", "end"."""
     costs: Mapping[str, OperationCosts]
-    """Of a micro-batch, of its head, of an optimizer step."""
+    """Of a micro-batch, of its head, of an optimizer step; of one of the ranks that split its tokens."""
     tokens: int
     """Of a micro-batch."""
     micro_batches: int
     """In an optimizer step."""
     head_share: float = 1.0
     """How many times the scores that were traced there are."""
-    sequence_parallel: int = 1
-    """Ranks that split the tokens of the micro-batch; costs are of one of them."""
     notes: tuple[str, ...] = ()
 
     def micro_batch_seconds(self, device: Device) -> float:
@@ -273,7 +271,7 @@ class FakeRun:
             sequence = TracedSlice(ranks=ranks, count=count) if ranks > 1 else None  # this rank among those that split
             batch, traced_scores, micro_batches = self._run(trace, fake, layers, device, sequence)
         share = batch.scores / max(traced_scores, 1)
-        return TracedRun(list(trace.events), costs, batch.tokens, micro_batches, share, sequence_parallel=ranks)
+        return TracedRun(list(trace.events), costs, batch.tokens, micro_batches, share)
 
     def _unrolled(self, device: Device) -> TracedRun:
         model, together = self.model, self._together

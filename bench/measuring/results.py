@@ -40,6 +40,7 @@ PUBLISHED = "published"
 STREAMED = "streamed"
 BFLOAT16 = "bfloat16"
 LARGE = "large"
+START = "start"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is counted apart."""
 FORWARD_FLOPS = 2

@@ -13,12 +13,14 @@ that of `lowtide.estimate`, of which the imports are taken off too. The cases:
 
 import json
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
 from bench.measuring.arguments import parser_of
-from bench.measuring.measure import GIGABYTE
+from bench.measuring.measure import GIGABYTE, hardware
 from bench.measuring.processes import ChildFailed, run_child
+from bench.measuring.results import START, over_earlier, versions, write
 from bench.memory.surroundings import ENVIRONMENT, saved_weights
 from bench.start_peak.child import CASES, PARTS, TOKENS
 
@@ -32,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", choices=CASES, default="flash", help="what is trained, how (default: flash)")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"of a row (default: {TOKENS})")
     parser.add_argument("--json", action="store_true", help="print the bytes as one JSON object")
+    parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
     options = parser.parse_args(argv)
     console = Console()
     try:
@@ -53,7 +56,16 @@ def main(argv: list[str] | None = None) -> int:
             f"{name}: {measured / GIGABYTE:.2f} GB above the imports, {predicted / GIGABYTE:.2f} GB predicted "
             f"({predicted / measured - 1:+.1%})"
         )
+    if options.record and options.tokens == TOKENS:
+        console.print(f"recorded in {recorded(options.case, found)}")
     return 0
+
+
+def recorded(case: str, found: dict[str, dict[str, int]]) -> Path:
+    """Writes the peaks of a case beside those of other cases on this machine; returns the file."""
+    here, name = hardware("cpu"), "start-peak-qwen2.5-0.5b"
+    cases = over_earlier(name, here, "cases", {case: {**found, "versions": versions()}})
+    return write(name, {"kind": START, "tokens": TOKENS, "cases": cases, "hardware": here})
 
 
 def above_imports(measured: dict[str, int], predicted: dict[str, int]) -> dict[str, dict[str, int]]:

@@ -2,7 +2,7 @@
 
 Qwen2.5-0.5B from its config (random weights), saved and loaded by name. Two steps of 2 rows of 512 tokens, in a process
 of its own; it has started when the first step begins. Resident memory above the imports, in bytes; the prediction is
-that of `lowtide.estimate`, of which the imports are taken off too. The cases:
+that of `lowtide.estimate`, of which the imports are taken off too. All of it is recorded. The cases:
 
 - flash: a float32 checkpoint whose weights `adamw_flash` makes bfloat16 with masters of 24 bits: each is read from the
   file, split, and its pages are let go. It is stepped in backward;

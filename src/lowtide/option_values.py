@@ -125,10 +125,12 @@ class Option:
                 raise ValueError(f"{self.name}={shown(given)} must be at most {LARGEST}, the largest number of 64 bits")
             if self.range is None or isinstance(each, bool) or not isinstance(each, int | float):
                 continue
-            if each not in self.range:
+            held = in_float32(each)
+            if held not in self.range:
                 none = ", or None" if NoneType in self.kinds else ""
                 why = self.range.note or self.help.split(". ")[0].rstrip(".")
-                finite = "" if math.isfinite(each) or str(self.range) == "finite" else "finite and "
+                finite = "" if math.isfinite(held) or str(self.range) == "finite" else "finite and "
+                none += "" if held == each or math.isnan(held) else f", and is {held:g} in float32"
                 as_given = given if isinstance(given, str) else repr(given)
                 raise ValueError(f"{self.name}={as_given} must be {finite}{self.range}{none}" + f" ({why})" * bool(why))
 
@@ -208,6 +210,13 @@ def check_ranges(config: Any, *, leave: Iterable[str] = ()) -> None:
             option.convert(getattr(config, name))
 
 
+def in_float32(value: float) -> float:
+    """A number, or the 0 or infinity that a computation in float32 takes in its place."""
+    if isinstance(value, float) and abs(value) > LARGEST_FLOAT32:
+        return math.copysign(math.inf, value)
+    return 0.0 if abs(value) < SMALLEST_FLOAT32 else value
+
+
 def plain(value: Any) -> Any:
     """The value of an enumeration's member; others as they are."""
     return value.value if isinstance(value, enum.Enum) else value
@@ -280,6 +289,8 @@ def _str(value: Any) -> str:
 
 LARGEST = (1 << 63) - 1
 """The largest whole number that an option takes."""
+SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-149, (2 - 2.0**-23) * 2.0**127
+"""What float32, which losses and optimizers compute in, holds apart from 0 and infinity."""
 PAIRS = re.compile(r"\w+=[^,={}]*(,\w+=[^,={}]*)*")
 """A mapping on the command line, in the form of transformers' `run_clm.py`."""
 CONVERTERS: dict[type, Callable[[Any], Any]] = {

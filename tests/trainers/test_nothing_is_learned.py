@@ -16,6 +16,8 @@ from tests.support.runs.preference_runs import assert_same, build, trainer, weig
 SAYS = "nothing is learned with "
 IDLE = [
     ("dpo", {"learning_rate": 0}, "learning_rate=0.0"),
+    ("dpo", {"learning_rate": 1e-300}, "learning_rate=1e-300"),
+    ("dpo", {"max_grad_norm": 1e-300}, "max_grad_norm=1e-300"),
     ("dpo", {"beta": 0}, "beta=0.0"),
     ("dpo", {"beta": 0, "loss_type": ["hinge", "apo_zero"]}, "beta=0.0"),
     ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0, 0]}, "loss_weights=[0.0, 0.0]"),
@@ -26,6 +28,7 @@ IDLE = [
     ("cpo", {"beta": 0, "cpo_alpha": 0}, "beta=0.0, cpo_alpha=0.0"),
 ]
 LEARNING = [
+    ("dpo", {"max_grad_norm": 0}),
     ("dpo", {"beta": 0, "loss_type": ["sigmoid", "sft"]}),
     ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0, 1]}),
     ("kto", {"undesirable_weight": 0}),

@@ -61,6 +61,26 @@ def test_a_rank_of_more_numbers_than_can_be_counted_is_said_to_be_too_large(tmp_
         trainer(tmp_path, peft_config=LoraConfig(target_modules=["q_proj"], r=2**62))
 
 
+@pytest.mark.parametrize(
+    ("targets", "missing"),
+    [
+        (["q_proj", "all-linear"], "'all-linear'"),
+        (["q_porj", "v_proj", "proj"], "'proj', 'q_porj'"),
+        (["q_proj", "self_attn.v_proj"], ""),
+    ],
+)
+def test_modules_to_adapt_that_are_not_there_are_named_where_others_are(targets, missing, tmp_path, caplog):
+    trainer(tmp_path, peft_config=LoraConfig(target_modules=targets))
+    said = [each.getMessage() for each in caplog.records if "target_modules names" in each.getMessage()]
+    assert [text.split(" names ")[1].split(", and ")[0] for text in said] == [missing] * bool(missing)
+
+
+@pytest.mark.parametrize(("task", "warned"), [("SEQ_CLS", True), ("CAUSAL_LM", False), (None, False)])
+def test_a_task_of_another_model_is_warned_of(task, warned, tmp_path, caplog):
+    trainer(tmp_path, peft_config=LoraConfig(target_modules=["q_proj"], task_type=task))
+    assert ("task_type='SEQ_CLS' is saved with the adapters" in caplog.text) == warned
+
+
 def test_modules_that_peft_trains_whole_by_itself_are_no_fault(tmp_path):
     made = trainer(tmp_path, peft_config=LoraConfig(target_modules=["q_proj"], modules_to_save=["score", "lm_head"]))
     assert any("lm_head.modules_to_save" in name for name, _ in made.model.named_parameters())
@@ -140,8 +160,18 @@ def test_a_value_that_an_optimizer_cannot_take_names_its_option(tmp_path):
     ("options", "message"),
     [
         ({"torch_compile_mode": "quick"}, "torch_compile_mode='quick' is not one of default, "),
+        ({"learning_rate": 1e300}, "learning_rate=1e\\+300 must be finite and at least 0, and is inf in float32"),
+        ({"weight_decay": 1e39}, "weight_decay=1e\\+39 must be .*, and is inf in float32"),
+        ({"num_train_epochs": 1e10}, "num_train_epochs=10000000000.0 must be above 0 and at most 1000000000"),
+        (
+            {"num_train_epochs": 1e-300},
+            "num_train_epochs=1e-300 must be above 0 and .*, and is 0 in",
+        ),
         ({"optim_args": "a=b=c"}, "optim_args='a=b=c' must be of the form"),
-        ({"num_train_epochs": 1e300}, "num_train_epochs=1e\\+300 must be above 0 and at most 1000000000"),
+        (
+            {"num_train_epochs": 1e300},
+            "num_train_epochs=1e\\+300 must be finite and above 0 and at most 10*, and is",
+        ),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(options, message, tmp_path):

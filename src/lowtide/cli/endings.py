@@ -32,4 +32,5 @@ def status_of(error: BaseException) -> int | None:
     if rank_sync is not None and isinstance(error, rank_sync.OutOfMemory):
         return USER_ERROR
     exhausted = memory is not None and memory.is_out_of_memory(error)
-    return USER_ERROR if exhausted or isinstance(error, ValueError | OSError | MemoryError | RecursionError) else None
+    named = ValueError | OSError | MemoryError | RecursionError | FloatingPointError
+    return USER_ERROR if exhausted or isinstance(error, named) else None

@@ -60,8 +60,8 @@ PAIRS_AT_A_TIME = 1000
 OLDER_COLUMNS = frozenset({"chosen_input_ids", "rejected_input_ids"})
 """Columns of tokens of a reward model's pairs, of which TRL 1.16 warns."""
 OLDER_COLUMNS_SAID = (
-    "{source}: the columns 'chosen_input_ids' and 'rejected_input_ids' are deprecated, and later releases of TRL will "
-    "not read them: rename them to 'chosen_ids' and 'rejected_ids'"
+    "{source}: the columns 'chosen_input_ids' and 'rejected_input_ids' are deprecated, and will not be supported in "
+    "v1 of TRL: rename them to 'chosen_ids' and 'rejected_ids'"
 )
 
 

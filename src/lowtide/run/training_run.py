@@ -7,6 +7,7 @@ reference where the method has one. Trainers and the planner do this alike.
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,8 @@ from lowtide.step.runner import StepRunner
 from lowtide.step.updaters.deepspeed import DeepSpeedUpdater
 from lowtide.step.updaters.stage_updater import PipelineUpdater
 from lowtide.step_plan import LEAST
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -454,6 +457,11 @@ def adapters_of(method: Method, args: Any, peft_config: Any, new_modules: Sequen
         peft_config = copy.copy(peft_config)
         peft_config.modules_to_save = [*known, *lacking]
     says_another = task not in (None, LanguageModel.task_type)
+    if says_another and task != method.head.task_type:
+        logger.warning(
+            f"the peft_config's task_type={getattr(task, 'value', task)!r} is saved with the adapters, by which others "
+            f"load another model than the one that is trained: take {method.head.task_type!r}, or leave it out"
+        )
     if method.head is LanguageModel or says_another or method.head.new_module in known:
         return peft_config
     peft_config = copy.copy(peft_config)

@@ -30,6 +30,8 @@ def unwise(args: Any, model: nn.Module, *, aux_coefficient: float = 0.0, given: 
 def _nothing_is_learned(args: Any, aux_coefficient: float, adapters: Any, *, given: bool) -> str:
     """Names the options that leave the whole loss without gradient, or its steps without length."""
     everywhere = set() if given else zeros(args, "learning_rate")
+    if getattr(args, "max_grad_norm", 0):
+        everywhere |= zeros(args, "max_grad_norm")  # 0 itself leaves gradients as they are
     scales = [getattr(each, "lora_alpha", None) for each in adapters.values() if not _trains_more(each)]
     if scales and all(scale == 0 for scale in scales):
         everywhere.add("lora_alpha=0")

@@ -174,7 +174,21 @@ def adapt(
     peft_config = _with_targets(peft_config, base)
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
+    _warn_of_unmatched(peft_config, base)
     return get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
+
+
+def _warn_of_unmatched(peft_config: Any, model: nn.Module) -> None:
+    """Names the modules to adapt that are not there, which PEFT passes over where others are."""
+    targets = getattr(peft_config, "target_modules", None)
+    names = [] if targets is None or isinstance(targets, str) else targets
+    modules = [f".{name}" for name, _ in model.named_modules()]
+    missing = sorted(str(each) for each in names if not any(name.endswith(f".{each}") for name in modules))
+    if missing and len(missing) < len(names):
+        logger.warning(
+            f"target_modules names {', '.join(map(repr, missing))}, and {type(model).__name__} has no such module: no "
+            "adapter is made for it"
+        )
 
 
 ASKED_BY_PEFT = {"classifier", "score"}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, Group, option
+from lowtide.option_values import in_float32
 
 
 @dataclass(kw_only=True)
@@ -193,11 +194,13 @@ def check_read(options: Any, names: Iterable[str], losses: Mapping[str, Any], ch
 
 
 def zeros(options: Any, *names: str) -> set[str]:
-    """`name=value` for each of some options that is 0, or a list of zeros: a term of the loss that they multiply has
-    no gradient (`TrainingConfig.without_gradient`)."""
+    """`name=value` for each of some options that is 0 in float32, or a list of zeros: a term of the loss that they
+    multiply has no gradient (`TrainingConfig.without_gradient`)."""
     values = {name: getattr(options, name) for name in names}
     numbers = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-    return {f"{name}={values[name]}" for name, each in numbers.items() if each and all(n == 0 for n in each)}
+    return {
+        f"{name}={values[name]}" for name, each in numbers.items() if each and all(in_float32(n) == 0 for n in each)
+    }
 
 
 def flipped_labels(options: Any) -> list[str]:

@@ -122,10 +122,12 @@ class Covered:
         """The tests that run a change: first those of its file, then those of its package, and of each the quickest.
 
         A line outside of functions runs when its module is imported: all tests that run anything of the module count.
+        Of a line that no test runs in its own process, they are the tests of its file, which may start others.
         """
         of_module = {line: tests for (path, line), tests in self.lines.items() if path == change.path}
         own = [of_module.get(line, set()) for line in range(change.first, change.last + 1)]
         found = set().union(*(own if change.in_function else of_module.values()))
+        found = found or {test for test in self.seconds if _distance(test, change.path) == 0}
         return sorted(found, key=lambda test: (_distance(test, change.path), self.seconds[test], test))
 
 

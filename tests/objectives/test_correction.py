@@ -68,8 +68,11 @@ def test_ratios_are_one_where_the_generator_says_nothing():
     assert sampling_metrics(found)["sampling/sampling_logp_difference/mean"] == 0.0
 
 
-def test_metrics_are_over_tokens_that_are_known_and_over_all_ranks():
+@pytest.mark.parametrize("last", [1, 2, sum(LENGTHS)])
+def test_metrics_are_over_tokens_that_are_known_and_over_all_ranks(last):
+    """So many of the last ones."""
     old, sampled, completion = numbers()
+    sampled[: sum(LENGTHS) - last] = torch.nan
     found = correction(old, sampled, completion, len(LENGTHS), mode="token_truncate", most=3.0)
     known = ~sampled.isnan()
     expected = (old - sampled).abs()[known]

@@ -13,6 +13,7 @@ from lowtide.ops.attention.attention_grouped import grouped_attention
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.attention.varlen_attention import BACKENDS, varlen_attention
 from lowtide.ragged import RaggedBatch
+from tests.support.marks import slow_but
 from tests.support.references.dense_attention import LENGTHS, VARIANTS, dense, ragged
 
 SIGHTS = {
@@ -105,13 +106,12 @@ def compare_shape_with_dense(run, variant: dict, batch: RaggedBatch) -> None:
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("variant", slow_but(["all"], VARIANTS))
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_equals_dense(variant, monkeypatch):
     # Not compiled it has a backward on every device; that nobody asks for one on a CPU is checked beforehand.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-    compare_with_dense(attention_flex.flex_ragged_attention, variant)
+    compare_with_dense(attention_flex.flex_ragged_attention, VARIANTS[variant])
 
 
 @pytest.mark.slow

@@ -485,6 +485,17 @@ def test_grpo(name, held, cut):
     assert_sums_to(loss, [completions_of(rows, each) for each in CUTS[cut]], leaf, total, metrics)
 
 
+def test_shares_that_are_clipped_are_of_completions_with_tokens():
+    """One token, none, and three."""
+    ratio, advantages = (torch.tensor(each) for each in ([1.5, 1.0, 1.0, 0.5], [1.0, -1.0, -1.0, -1.0]))
+    completion, lengths = torch.tensor([0, 2, 2, 2]), torch.tensor([1.0, 0.0, 3.0])
+    rows = Written(ratio.log(), torch.zeros(4), advantages, completion, lengths, *[torch.ones(4)] * 4)
+    for flipped, expected in ((1, (0.0, 1.0)), (-1, (0.0, 0.0))):
+        turned = dataclasses.replace(rows, advantages=flipped * advantages)
+        _, lows, highs = policy_gradient.clip_metrics(turned, ratio, grpo.GRPOOptions(), "token")
+        assert (lows["clip_ratio/low_min"].item(), highs["clip_ratio/high_max"].item()) == expected
+
+
 def clip_shares(rows: Written, low: Tensor, high: Tensor, by_completion: bool) -> dict[str, Tensor]:
     """Shares of tokens, or the means of those of completions; the smallest and the largest share of a completion."""
     assert low.any()

@@ -155,6 +155,13 @@ def test_what_nothing_scored_is_as_if_it_were_not_there(way):
     assert holes[[3, 4]].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_values_that_differ_by_their_rounding_alone_do_not_deviate(sign):
+    values = sign * torch.tensor([[0.3, 0.1 + 0.2, 0.3], [0.3, 0.4, 0.5]], dtype=torch.float64)
+    assert values[0].std() > 0
+    assert deviation(values).flatten().tolist() == [0.0, pytest.approx(0.1)]
+
+
 def test_deviations_are_exactly_0_of_equal_values():
     values = torch.tensor([[1000.1] * 6, [NAN] * 5 + [7.0], [NAN] * 6, [1.0, 2.0, NAN, 4.0, 5.0, 9.0]])
     found = deviation(values).flatten()

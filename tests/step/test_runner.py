@@ -130,3 +130,17 @@ def test_a_smaller_budget_is_a_part_of_its_state():
     capped, *_ = runner(tokens_per_microbatch=30)
     capped.load_state_dict(made.state_dict())
     assert capped.limits.tokens == 30
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_smaller_budget_holds_the_longest_row_where_rows_are_not_cut(dropout):
+    """Dropout of attention keeps rows whole; a piece has at least 16 tokens."""
+    made, model, _ = runner(tokens_per_microbatch=40)
+    model.train().model.layers[0].self_attn.attention_dropout = dropout
+    rows = {length: RaggedBatch.from_segments([[3] * length, [4] * 5]) for length in (18, 30, 60)}
+    found = {}
+    for budget in (None, 20, 16, 15):
+        made.token_budget = budget
+        found[budget] = [made.limits_of(each).tokens for each in rows.values()]
+    whole = {None: [40, 40, 40], 20: [20, 30, 40], 16: [18, 30, 40], 15: [18, 30, 40]}
+    assert found == (whole if dropout else whole | {20: [20] * 3, 16: [16] * 3})

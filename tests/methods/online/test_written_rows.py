@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.data.batches.values import ADVANTAGE, WINDOW_TOKENS
+from lowtide.data.batches.values import ADVANTAGE, OLD, REFERENCE, WINDOW_TOKENS
 from lowtide.data.prompts import PROMPT_IDS
 from lowtide.methods.online import learning
 from lowtide.methods.online.grpo import GRPOOptions
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Rewarded
 from lowtide.methods.online.online_dpo import Preferred
 from lowtide.methods.online.ppo import moments
+from lowtide.methods.online.rloo import LessDivergence, RLOOOptions
 from lowtide.methods.online.rollouts import LongestGroups
 from lowtide.rollout.generators.generator import Completion, Sampling
 from lowtide.rollout.rollout import Rollout
@@ -77,34 +78,48 @@ def rewarded(rewards: list[float]) -> Rewarded:
 
 
 @pytest.fixture
-def of_the_other(monkeypatch) -> dict[str, torch.Tensor]:
-    """What the second rank adds to what is gathered next."""
-    other: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(learning, "gathered", lambda own, copies: torch.cat([own, other["next"].to(own)]))
-    return other
+def of_the_other(monkeypatch) -> list[torch.Tensor]:
+    """What the second rank adds to what is gathered, one time after the other."""
+    others: list[torch.Tensor] = []
+    monkeypatch.setattr(learning, "gathered", lambda own, copies: torch.cat([own, others.pop(0).to(own)]))
+    return others
 
 
 def test_what_is_known_of_all_ranks(of_the_other):
     mine = rewarded([1.0] * 8)
-    of_the_other["next"] = torch.tensor([-2.0])
+    of_the_other += [torch.tensor([-2.0])] * 3
     assert mine.smallest(torch.tensor([3.0, 1.0])) == -2.0
     assert mine.smallest(torch.tensor([3.0, -5.0])) == -5.0
     assert mine.smallest(torch.tensor([])) == -2.0
-    of_the_other["next"] = torch.tensor([torch.inf])
+    of_the_other.append(torch.tensor([torch.inf]))
     assert mine.smallest(torch.tensor([])) == 0.0, "no rank has a value"
-    of_the_other["next"] = torch.tensor([[10.0, 20.0]])
+    of_the_other.append(torch.tensor([[10.0, 20.0]]))
     assert mine.summed(1.0, torch.tensor(2.0)) == [11.0, 22.0]
 
 
 def test_a_step_counts_the_tokens_of_all_ranks_and_takes_the_advantages_of_its_own(of_the_other):
     options: Any = GRPOOptions(steps_per_generation=2, scale_rewards="none")
     options.gradient_accumulation_steps = 1
-    of_the_other["next"] = torch.tensor([[30.0]])
+    of_the_other.append(torch.tensor([[30.0]]))
     found = ByAdvantage().learn(rewarded([1.0, 3.0, 2.0, 2.0, 0.0, 8.0, 5.0, 7.0]), options)
     assert found.values.tolist() == [-1.0, 1.0, 0.0, 0.0, -4.0, 4.0, -1.0, 1.0]
     assert found.row_values[ADVANTAGE].tolist() == [-1.0, 1.0, 0.0, 0.0]
     assert found.row_values[WINDOW_TOKENS].tolist() == [(sum(LENGTHS) + 30) / 2] * 4
     assert found.metrics == {"frac_reward_zero_std": 1 / 4}
+
+
+def test_divergence_is_a_part_of_the_reward_and_a_mean_over_the_tokens_of_all_ranks(of_the_other):
+    options: Any = RLOOOptions(beta=0.5, steps_per_generation=1)
+    options.gradient_accumulation_steps = 1
+    mine, nats = rewarded([1.0, 3.0, 2.0, 2.0, 0.0, 8.0, 5.0, 7.0]), torch.arange(10.0) / 10
+    mine.rollout.score_values.update({OLD: nats, REFERENCE: torch.zeros(10)})
+    of_the_other += [torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([[30.0]]), torch.tensor([[10.0, 30.0]])]
+    found = LessDivergence().learn(mine, options)
+    divergence = torch.tensor([0.0 + 0.1 + 0.2, 0.3, 0.4 + 0.5 + 0.6 + 0.7, 0.8 + 0.9, 1.0, 2.0, 3.0, 4.0])
+    total = torch.tensor([1.0, 3.0, 2.0, 2.0, 0.0, 8.0, 5.0, 7.0]) - 0.5 * divergence
+    pairs = total.view(-1, 2)
+    torch.testing.assert_close(found.values.float(), (pairs - pairs.flip(1)).flatten())
+    assert found.metrics["kl"] == pytest.approx((4.5 + 10.0) / (10 + 30))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])

@@ -23,6 +23,17 @@ OTHERWISE = {
 """Options whose default differs, and why."""
 
 
+SETTLED = {"output_dir", "use_cpu", "report_to", "debug", "dataloader_pin_memory"}
+"""Options that are given here, or that transformers settles by what is given."""
+
+
+@pytest.fixture(scope="module")
+def configs() -> dict[str, type]:
+    """TRL's, which take seconds to be imported."""
+    places = {name: f"trl.experimental.{EXPERIMENTAL[name]}" if name in EXPERIMENTAL else "trl" for name in CONFIGS}
+    return {name: getattr(importlib.import_module(place), name) for name, place in places.items()}
+
+
 def defaults_of(config: type) -> dict[str, Any]:
     fields = [each for each in dataclasses.fields(config) if each.init]
     made = {each.name: each.default_factory for each in fields if each.default_factory is not dataclasses.MISSING}
@@ -30,9 +41,13 @@ def defaults_of(config: type) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_defaults_are_those_of_trl(name):
-    module = importlib.import_module(f"trl.experimental.{EXPERIMENTAL[name]}") if name in EXPERIMENTAL else trl
-    ours, theirs = defaults_of(getattr(lowtide, name)), defaults_of(getattr(module, name))
+def test_defaults_are_those_of_trl(name, configs, tmp_path):
+    ours, theirs = defaults_of(getattr(lowtide, name)), defaults_of(configs[name])
     both = (ours.keys() & theirs.keys()) - {each.removeprefix(f"{name}.") for each in OTHERWISE}
     assert len(both) > 20 or name.startswith(("Model", "Dataset")), "options have the names that they have in TRL"
     assert {each: ours[each] for each in both} == {each: theirs[each] for each in both}
+
+    given = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    made = getattr(lowtide, name)(**{each: value for each, value in given.items() if each in ours})
+    left = {each for each in both if theirs[each] is not None} - SETTLED
+    assert {each: getattr(made, each) for each in left} == {each: theirs[each] for each in left}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lowtide import MaskedLMConfig
 from lowtide.methods import METHODS
 from lowtide.methods.cpo import CPOOptions
 from lowtide.methods.dpo import DPOOptions
@@ -40,3 +41,12 @@ def test_losses_that_sort_pairs_see_the_whole_step(loss):
 def test_smoothing_that_leaves_no_preference_is_said(options, smoothing, said):
     found = options(label_smoothing=smoothing).advice
     assert (said is None and found == []) or said in found[0]
+
+
+@pytest.mark.parametrize("token", [0, 7, None])
+def test_masks_are_drawn_with_the_tokenizers_mask_token(token, tmp_path):
+    """Special tokens outside of the vocabulary are left out."""
+    options = MaskedLMConfig(str(tmp_path), use_cpu=True, report_to="none")
+    kind = type("Tokenizer", (), {"__len__": lambda self: 60, "mask_token_id": token, "all_special_ids": [2, 0, 61]})
+    drawing = METHODS["masked-lm"].rows.drawing(options, kind(), 64)
+    assert (drawing.mask_token, drawing.vocabulary, drawing.special) == (token or 0, 60, (0, 2))

@@ -109,3 +109,16 @@ def test_texts_without_words():
     assert words_of("  ", [(0, 1), (1, 2)]).tolist() == [0, 0]
     assert words_of("a ", [(0, 0), (0, 1), (1, 2), (2, 2)]).tolist() == [0, 0, 1, 1]
     assert words_of("a  b", [(0, 3), (3, 4)]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("character", "กກကកぁァ㐀中豈𠀀")
+def test_characters_of_scripts_without_spaces_are_words_of_their_own(character):
+    text = f"ab{character}{character}cd e"
+    spans = [(place, place + 1) for place, each in enumerate(text) if each != " "]
+    assert words_of(text, spans).tolist() == [0, 0, 1, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize("character", "aéאअㅏ가")
+def test_characters_of_other_scripts_are_of_one_word(character):
+    text = f"{character}{character}{character} {character}"
+    assert words_of(text, [(0, 1), (1, 2), (2, 3), (4, 5)]).tolist() == [0, 0, 0, 1]

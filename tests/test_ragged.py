@@ -121,6 +121,11 @@ def test_moving_keeps_the_host_side():
             lambda: RaggedBatch.from_segments([[1, 2], [2]], prefix=[-1, (0, 3)], row=[0, 0]),
             "segment 1 sees 3 tokens of prefix 0, of 1 to 2",
         ),
+        (lambda: RaggedBatch.from_segments([[1, 2]], prefix=[(-1, 2)]), "segment 0 sees 2 tokens of prefix -1"),
+        (
+            lambda: RaggedBatch.from_rows([{"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2], "prefix": [-1]}]),
+            "row 0 of the batch: 2 seq_lengths, 1 entries in prefix, 2 in prefix_length",
+        ),
         (lambda: RaggedBatch.from_segments([]), "no segments"),
         (lambda: RaggedBatch.from_rows([{"text": "a"}]), "row 0 .* no `input_ids`"),
         (

@@ -240,10 +240,15 @@ class RaggedBatch:
                     f"row {number} of the batch: {len(tokens)} input_ids, {len(wanted)} labels, "
                     f"{sum(lengths)} tokens by seq_lengths; the three must agree"
                 )
-            befores = entry.get("prefix") or [-1] * len(lengths)
-            seen = entry.get("prefix_length") or [-1] * len(befores)
+            places = [entry.get(name) for name in ("prefix", "prefix_length")]
+            befores, seen = ([-1] * len(lengths) if each is None else each for each in places)
+            if not len(befores) == len(seen) == len(lengths):
+                raise ValueError(
+                    f"row {number} of the batch: {len(lengths)} seq_lengths, {len(befores)} entries in prefix, "
+                    f"{len(seen)} in prefix_length; the three must agree"
+                )
             first = len(token_ids)
-            prefix += [(other + first if other >= 0 else -1, most) for other, most in zip(befores, seen, strict=False)]
+            prefix += [(other + first if other >= 0 else -1, most) for other, most in zip(befores, seen, strict=True)]
             start = 0
             for length in lengths:
                 token_ids.append(tokens[start : start + length])
@@ -752,6 +757,8 @@ def _validate(batch: RaggedBatch) -> None:
             )
         if part.row not in (row, row + 1) or (number == 0 and part.row != 0):
             raise ValueError(f"{where} belongs to row {part.row} after row {row}; rows ascend by one from 0")
+        if part.prefix_length < -1 or (part.prefix < 0 <= part.prefix_length):
+            raise ValueError(f"{where} sees {part.prefix_length} tokens of prefix {part.prefix}")
         if part.prefix >= 0:
             if part.prefix >= number:
                 raise ValueError(f"{where} has prefix {part.prefix}, which does not stand before it")

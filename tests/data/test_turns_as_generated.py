@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.data.encode.chat import ChatEncoder
+from lowtide.data.encode.rounds import rounds_of
 from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.engine.forward import install, score
@@ -321,3 +322,10 @@ def test_empty_thoughts_that_are_scored_are_told(tokenizer, caplog, thinks):
     empty = "<think>\n\n</think>\n\n" if thinks else ""
     assert scored(tokenizer, dataset[0]["labels"]) == f"{empty}It is 0.<|im_end|>"
     assert ("a message without thoughts is scored with the empty ones" in caplog.text) == thinks
+
+
+def test_turns_of_a_round_are_in_their_order():
+    turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6, 7]), ([1, 9], [8])]
+    first, last = rounds_of(turns, [1, 9, 8])
+    assert (first.token_ids, first.turns) == ([1, 2, 3, 4, 5, 6, 7], [(2, 4), (5, 7)])
+    assert (last.token_ids, last.turns) == ([1, 9, 8], [(2, 3)])

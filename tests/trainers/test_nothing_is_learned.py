@@ -103,3 +103,12 @@ def test_rewards_of_weight_0_are_unwise(name):
     made = kind("run", use_cpu=True, reward_weights=[0, 0])
     assert "rewarded for nothing" in made.advice[0]
     assert not kind("run", use_cpu=True, reward_weights=[0, 1]).advice
+
+
+CONFIGS = [name for name in lowtide.__all__ if hasattr(getattr(lowtide, name), "without_gradient")]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_on_by_default_is_not_unwise(name, tmp_path):
+    args = getattr(lowtide, name)(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert unwise(args, torch.nn.Linear(1, 1)) == []

@@ -211,6 +211,39 @@ def test_logits_are_preprocessed_for_metrics(budget):
     )
 
 
+def test_predictions_that_are_no_rows_are_in_the_order_of_micro_batches():
+    seen = []
+
+    def flat(logits, labels) -> Tensor:
+        return logits.argmax(-1)[labels != -100]
+
+    def kept(prediction) -> dict[str, float]:
+        seen.append((prediction.predictions, prediction.label_ids))
+        return {}
+
+    for batch in (2, 16):
+        options = {"compute_metrics": kept, "per_device_eval_batch_size": batch}
+        trainer_of(SFTTrainer, "SFT", preprocess_logits_for_metrics=flat, **options).evaluate(rows("SFT"))
+    (few, labels), (many, whole) = seen
+    assert few.shape == (int((labels != -100).sum()),)
+    assert np.array_equal(few, many)
+    assert np.array_equal(labels, whole)
+
+
+def test_an_evaluation_hands_out_what_training_does():
+    names = []
+
+    class Own(SFTTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            names.append(sorted(inputs))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = trainer_of(Own, "SFT")
+    trainer.train()
+    trainer.evaluate(rows("SFT"))
+    assert len({tuple(each) for each in names}) == 1
+
+
 def test_an_overridden_prediction_step_is_called():
     class Own(SFTTrainer):
         def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

@@ -143,10 +143,13 @@ def test_what_a_function_that_was_passed_raises_says_whose_it_is(argument, tmp_p
         ("adafactor", "scale_parameter=true", "optim='adafactor' does not look at scale_parameter"),
         ("sgd", "momentum=0.5,nesterov=true", ""),
         ("rmsprop", "alpha=0.9", ""),
+        ("galore_adamw", "rank=4,update_proj_gap=50,scale=0.25", ""),
+        ("apollo_adamw", "rank=4,nowhere=1", "optim='apollo_adamw' does not look at nowhere"),
     ],
 )
 def test_arguments_that_an_optimizer_does_not_look_at_are_warned_of(optim, given, message, tmp_path, caplog):
-    trainer(tmp_path, {"optim": optim, "optim_args": given})
+    adapted = {"optim_target_modules": ["q_proj"]} if "_adamw" in optim else {}
+    trainer(tmp_path, {"optim": optim, "optim_args": given, **adapted})
     said = [each.getMessage() for each in caplog.records if "optim_args" in each.getMessage()]
     assert (len(said) == 1 and message in said[0]) if message else not said
 

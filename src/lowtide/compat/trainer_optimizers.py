@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +65,9 @@ def tried_optimizer(args: Any) -> tuple[Exception | None, list[str]]:
     it does not read). It asks for the optimizer's class, as the Trainer does once a model is loaded."""
     with torch.device("meta"):  # where no random numbers are drawn, which adapters begin with
         stand_in: Any = nn.Linear(1, 1)
-    read = _Read(_parse_optim_args(args.optim_args))
+    read, args = _Read(_parse_optim_args(args.optim_args)), copy.copy(args)
+    if args.optim_target_modules is not None:
+        args.optim_target_modules = "all-linear"  # the stand-in has no module of the names that are given
     try:
         with patch.object(transformers.trainer, "_parse_optim_args", lambda _: read):
             Trainer.get_optimizer_cls_and_kwargs(args, stand_in)

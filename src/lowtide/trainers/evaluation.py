@@ -14,10 +14,10 @@ from accelerate.utils import gather_object
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction
-from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
+from transformers.trainer_pt_utils import nested_concat, nested_detach, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 
-from lowtide.compat.torch import tree_map
+from lowtide.compat.torch import tree_leaves, tree_map
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.values import LABEL, NUMBER, PLACE
 from lowtide.engine.heads.head import Head, ScoreOutput
@@ -102,31 +102,34 @@ class PaddedPredictions:
         return {}
 
     def __init__(self) -> None:
-        self.predictions: list[Any] = []
-        self.labels: list[Any] = []
-        self.places: list[np.ndarray] = []
+        self.parts: list[tuple[np.ndarray, Any, Any]] = []
+        """Of each micro-batch the places of its rows, predictions and labels."""
 
     def take_in(self, predictions: Any, labels: Any, batch: RaggedBatch) -> None:
-        """Those of a micro-batch; lines that are more than its rows stay together."""
-        for held, value in ((self.predictions, predictions), (self.labels, labels)):
-            if value is not None:
-                held.append(nested_numpify(nested_detach(value)))
-        lines, places = find_batch_size((predictions, labels)), batch.row_values[PLACE].cpu().numpy()
-        if lines is not None:
-            self.places.append(places if lines == len(places) else np.full(lines, places.min()))
+        """Those of a micro-batch, None where there are none."""
+        made, targets = (
+            None if each is None else nested_numpify(nested_detach(each)) for each in (predictions, labels)
+        )
+        self.parts.append((batch.row_values[PLACE].cpu().numpy(), made, targets))
 
     def gathered(self) -> tuple[Any, Any]:
-        """Those of all ranks in the order of their rows, [lines, longest, ...], or None where nothing was taken in."""
-        found, places = [], of_all_ranks(self.places)
-        order = np.argsort(np.concatenate(places), kind="stable") if places else None
-        for held in (self.predictions, self.labels):
-            whole = of_all_ranks(held)
-            if not whole:
-                found.append(None)
-                continue
-            joined = functools.reduce(lambda a, b: nested_concat(a, b, padding_index=IGNORE), whole)
-            found.append(tree_map(lambda values: values[order], joined))
-        return found[0], found[1]
+        """Those of all ranks, [lines, longest, ...], or None where nothing was taken in: in the order of their rows, or
+        of micro-batches where lines are no rows."""
+        parts = sorted(of_all_ranks(self.parts), key=lambda part: part[0].min())
+        predictions, labels = (_in_order([(part[0], part[kind]) for part in parts]) for kind in (1, 2))
+        return predictions, labels
+
+
+def _in_order(parts: list[tuple[np.ndarray, Any]]) -> Any:
+    """What some micro-batches have, end to end, in the order of their rows if each line is of one."""
+    parts = [(places, values) for places, values in parts if values is not None]
+    if not parts:
+        return None
+    joined = functools.reduce(lambda a, b: nested_concat(a, b, padding_index=IGNORE), [values for _, values in parts])
+    if any(np.ndim(leaf) == 0 or len(leaf) != len(places) for places, values in parts for leaf in tree_leaves(values)):
+        return joined
+    order = np.argsort(np.concatenate([places for places, _ in parts]), kind="stable")
+    return tree_map(lambda values: values[order], joined)
 
 
 def _placed(batch: RaggedBatch, number: int) -> RaggedBatch:

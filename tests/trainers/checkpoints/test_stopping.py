@@ -119,6 +119,17 @@ def test_an_evaluation_that_fails_loses_no_step(tmp_path):
     assert_same(weights(again), whole)
 
 
+def test_a_callback_that_fails_leaves_the_last_checkpoint(tmp_path):
+    def fail() -> None:
+        raise ZeroDivisionError("of mine")
+
+    trainer = small(tmp_path, save_steps=2, save_total_limit=1, logging_steps=1)
+    trainer.add_callback(At("on_log", 3, fail))
+    with pytest.raises(ZeroDivisionError, match="of mine"):
+        trainer.train()
+    assert sorted(each.name for each in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
+
+
 def test_an_evaluation_that_fails_writes_nothing_where_nothing_is_saved(tmp_path):
     trainer = small(tmp_path, save_strategy="no", eval_strategy="steps", eval_steps=1)
     trainer.eval_dataset, trainer.compute_metrics = trainer.train_dataset, failing(1)

@@ -36,6 +36,8 @@ NEUTRAL = (
     *("max_length", "truncation_mode", "max_prompt_length", "max_completion_length"),
 )
 """Options that don't change how a single row is prepared; the limits on its length count as truncation does."""
+OF_TURNS = ("turns", "stop_ids", "roles_to_train", "train_on_last_turn_only")
+"""Those that are read where the assistant's turns alone are scored."""
 
 
 def rows_fingerprint(
@@ -47,6 +49,8 @@ def rows_fingerprint(
         for field in dataclasses.fields(options)
         if field.name not in (*NEUTRAL, "formatting_func")
     }
+    if not values.get("assistant_only_loss"):
+        values = {name: value for name, value in values.items() if name not in OF_TURNS}
     return combine(
         VERSION,
         transformers.__version__,

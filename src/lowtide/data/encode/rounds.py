@@ -177,6 +177,8 @@ def rounds_of(turns: Sequence[tuple[list[int], list[int]]], whole: list[int]) ->
             kept.append(row)
         else:
             home.turns.extend(row.turns)
+    for row in kept:
+        row.turns.sort()
     if not kept or (len(kept) == 1 and whole[: len(kept[0].token_ids)] == kept[0].token_ids):
-        return [Round(whole, sorted(turn for row in kept for turn in row.turns))]
+        return [Round(whole, [turn for row in kept for turn in row.turns])]
     return [row for row in rows if any(row is each for each in kept)]

@@ -199,7 +199,9 @@ def zeros(options: Any, *names: str) -> set[str]:
     values = {name: getattr(options, name) for name in names}
     numbers = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
     return {
-        f"{name}={values[name]}" for name, each in numbers.items() if each and all(in_float32(n) == 0 for n in each)
+        f"{name}={values[name]}"
+        for name, each in numbers.items()
+        if each and all(n is not None and in_float32(n) == 0 for n in each)
     }
 
 

@@ -6,6 +6,7 @@ other calls logged. So columns are checked once all functions returned, since a 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -63,7 +64,7 @@ class LoggedBeside:
         if not is_number:
             raise LoggedWrongly(f"log_metric({name!r}, {value!r:.80}): the value must be one number")
         if not math.isfinite(number):
-            logger.warning(f"log_metric({name!r}, {number}): the mean that is logged of it is no number")
+            _say_not_finite(name)
         self.numbers.setdefault(name, []).append(number)
 
     def check(self) -> None:
@@ -78,6 +79,12 @@ class LoggedBeside:
                     f"log_extra({name!r}, ...) got {len(values)} values for {self.count} completions: give one for "
                     "each, None where there is none"
                 )
+
+
+@functools.cache
+def _say_not_finite(name: str) -> None:
+    """Says once of each metric."""
+    logger.warning(f"log_metric({name!r}, ...) got NaN or infinity: the mean that is logged of it is no number")
 
 
 def _check_name(function: str, name: Any) -> None:

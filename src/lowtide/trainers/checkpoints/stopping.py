@@ -43,6 +43,8 @@ class Stopping:
         self.saved_step: int | None = None
         self._began_to_save: int | None = None
         self._request: StopRequest | None = None
+        self._evaluates = False
+        """Whether an evaluation has begun since the last step."""
 
     @contextlib.contextmanager
     def during_training(self) -> Iterator[None]:
@@ -84,6 +86,7 @@ class Stopping:
             control.should_evaluate = False
             control.should_save = self._saves and self.saved_step != self._step
         slow = control.should_evaluate or control.should_save
+        self._evaluates = False
         try:
             theirs()
             late = not stops and slow and self._any_rank_stops()  # while it evaluated, or wrote a checkpoint
@@ -105,14 +108,18 @@ class Stopping:
         self.saved_step = self._step
 
     def _save_before_end(self, save: Callable[[], None]) -> None:
-        """Writes the checkpoint of a step, after which something else than a checkpoint failed; not where there are
+        """Writes the checkpoint of a step after which an evaluation failed, and leaves all others; not where there are
         ranks, of which others may be elsewhere."""
-        if not self._saves or self._began_to_save == self._step or self.args.world_size > 1:
+        saved = self._began_to_save == self._step
+        if not (self._saves and self._evaluates) or saved or self.args.world_size > 1:
             return
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             save()
         except Exception as error:
             logger.warning(f"no checkpoint of step {self._step} could be written: {error}")
+        finally:
+            self.args.save_total_limit = limit
 
     def leave_evaluation(self) -> None:
         """Between two batches of an evaluation; where there are ranks, it is finished first, since these meet after it.
@@ -120,6 +127,7 @@ class Stopping:
         Raises:
             EvaluationLeft: the run was told to stop.
         """
+        self._evaluates = True
         if self._request is not None and self._request.requested and self.args.world_size == 1:
             raise EvaluationLeft
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lowtide.compat.torch import version_of
-from lowtide.data.batches.values import LENGTHS
+from lowtide.data.batches.values import LENGTHS, NUMBER, PLACE
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.padded import padded_inputs
 from lowtide.objectives.outcome import Counts, Outcome
@@ -38,7 +38,7 @@ class MicroBatch:
         """A batch in its padded form, the row values that a collator brought among the inputs."""
         lengths = batch.row_values[LENGTHS] if with_completions else None
         inputs, index = padded_inputs(batch, pad_id=pad_id, completion_tokens=lengths)
-        inputs |= {name: each for name, each in batch.row_values.items() if name not in ("number", LENGTHS)}
+        inputs |= {name: each for name, each in batch.row_values.items() if name not in (NUMBER, PLACE, LENGTHS)}
         return cls(batch, inputs, index, counts, {name: version_of(each) for name, each in inputs.items()})
 
     @property

@@ -485,15 +485,36 @@ def test_grpo(name, held, cut):
     assert_sums_to(loss, [completions_of(rows, each) for each in CUTS[cut]], leaf, total, metrics)
 
 
-def test_shares_that_are_clipped_are_of_completions_with_tokens():
-    """One token, none, and three."""
-    ratio, advantages = (torch.tensor(each) for each in ([1.5, 1.0, 1.0, 0.5], [1.0, -1.0, -1.0, -1.0]))
-    completion, lengths = torch.tensor([0, 2, 2, 2]), torch.tensor([1.0, 0.0, 3.0])
-    rows = Written(ratio.log(), torch.zeros(4), advantages, completion, lengths, *[torch.ones(4)] * 4)
-    for flipped, expected in ((1, (0.0, 1.0)), (-1, (0.0, 0.0))):
-        turned = dataclasses.replace(rows, advantages=flipped * advantages)
-        _, lows, highs = policy_gradient.clip_metrics(turned, ratio, grpo.GRPOOptions(), "token")
-        assert (lows["clip_ratio/low_min"].item(), highs["clip_ratio/high_max"].item()) == expected
+def few_tokens(ratio: list[float], advantages: list[float]) -> tuple[Written, Tensor]:
+    """Of completions of one token, of none, and of three."""
+    ratios, completion = torch.tensor(ratio), torch.tensor([0, 2, 2, 2])
+    lengths, ones = torch.tensor([1.0, 0.0, 3.0]), torch.ones(4)
+    return Written(ratios.log(), 0 * ones, torch.tensor(advantages), completion, lengths, *[ones] * 4), ratios
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantages", "expected"),
+    [
+        ([1.5, 1.0, 1.0, 0.5], [1.0, -1.0, -1.0, -1.0], (0.0, 1.0)),
+        ([1.5, 1.0, 1.0, 0.5], [-1.0, 1.0, 1.0, 1.0], (0.0, 0.0)),
+        ([0.5] * 4, [-1.0] * 4, (1.0, 0.0)),
+        ([1.5] * 4, [1.0] * 4, (0.0, 1.0)),
+    ],
+)
+def test_shares_that_are_clipped_are_of_completions_with_tokens(ratio, advantages, expected):
+    _, lows, highs = policy_gradient.clip_metrics(*few_tokens(ratio, advantages), grpo.GRPOOptions(), "token")
+    assert (lows["clip_ratio/low_min"].item(), highs["clip_ratio/high_max"].item()) == expected
+
+
+@pytest.mark.parametrize("advantage", [2.0, 0.0, -2.0])
+def test_gamma_weights_bound_the_ratio_of_each_token_first(advantage):
+    """An advantage of 0 has the weights of those above."""
+    rows, _ = few_tokens([1.5, math.exp(40.0), math.exp(-10.0), math.exp(-10.5)], [advantage] * 4)
+    options = grpo.GRPOOptions(vespo_k_pos=1.5, vespo_k_neg=2.5, vespo_lambda_pos=1.2, vespo_lambda_neg=0.7)
+    power, decay = (2.5, 0.7) if advantage < 0 else (1.5, 1.2)
+    one, other = ((each**power) * math.exp(decay * (1 - each)) for each in (1.5, math.exp(20.0 - 10.0 - 10.5)))
+    found = policy_gradient.gamma_weights(rows, options)
+    torch.testing.assert_close(found, torch.tensor([one, other, other, other]), rtol=1e-4, atol=0)
 
 
 def clip_shares(rows: Written, low: Tensor, high: Tensor, by_completion: bool) -> dict[str, Tensor]:

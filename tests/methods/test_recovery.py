@@ -25,7 +25,7 @@ from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
 from lowtide.step.rank_sync import OutOfMemory
-from lowtide.step.recovery import surviving_optimizer_step, surviving_step
+from lowtide.step.recovery import surviving_optimizer_step, surviving_scores, surviving_step
 from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
 from tests.support.models.preference_models import build, gradients
@@ -130,6 +130,31 @@ def test_the_budget_is_halved_until_it_fits(failures, tokens):
     model.model.forward = functools.partial(crowded, model.model)
     _, taken = surviving_step(Models(model), texts(), NLL, limits=Limits(), totals=Totals())
     assert taken.tokens == tokens
+
+
+@pytest.mark.parametrize("why", [None, "it is so"])
+def test_scoring_is_repeated_with_smaller_forwards_until_it_fits(why, caplog):
+    batch, seen = texts(), []
+
+    def scorer(part: RaggedBatch) -> torch.Tensor:
+        seen.append(part.tokens)
+        if part.tokens > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return part.score_target.double()
+
+    found = surviving_scores(Models(build()), batch, Limits(), scorer, why_whole_rows=why)
+    assert found.tolist() == batch.score_target.tolist()
+    assert seen[0] == batch.tokens
+    assert max(seen[-2:]) <= 30
+    assert "out of memory in scoring (CUDA out of memory): it is repeated with at most" in caplog.text
+
+
+def test_one_row_that_cannot_be_scored_stops_the_run():
+    def scorer(part: RaggedBatch) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(OutOfMemory, match=r"in scoring one row of [0-9]+ tokens, which cannot be cut"):
+        surviving_scores(Models(build()), texts(), Limits(), scorer, why_whole_rows="it is so")
 
 
 def test_other_errors_are_not_taken_for_an_exhausted_memory():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ class Covering:
                 for source, numbers in found["lines"].items():
                     for number in numbers:
                         lines.setdefault((source, moved[source].get(number, 0)), set()).add(test)
-        return Covered(lines, seconds)
+        return Covered(lines, seconds, _importers(self.root, {source for source, _ in lines}))
 
     def _name(self, file: str) -> str:
         return file.replace("/", "__")
@@ -111,22 +112,39 @@ def _moved(before: str, path: Path) -> Iterator[tuple[int, int]]:
         yield from ((block.a + place + 1, block.b + place + 1) for place in range(block.size))
 
 
+def _importers(root: Path, sources: set[str]) -> dict[str, set[str]]:
+    """By source, those that import it."""
+    found: dict[str, set[str]] = {}
+    for source in sources:
+        text = (root / source).read_text() if (root / source).exists() else ""
+        for module, names in re.findall(r"^ *from (lowtide[\w.]*) import \(?([^)\n]*)", text, re.MULTILINE):
+            for each in (module, *(f"{module}.{name.strip()}" for name in names.split(","))):
+                found.setdefault(f"src/{each.replace('.', '/')}.py", set()).add(source)
+    return found
+
+
 @dataclass
 class Covered:
     """Tests by what they run."""
 
     lines: dict[tuple[str, int], set[str]]
     seconds: dict[str, float]
+    importers: dict[str, set[str]] = field(default_factory=dict)
+    """By source, those that import it."""
 
     def of(self, change: Change) -> list[str]:
         """The tests that run a change: first those of its file, then those of its package, and of each the quickest.
 
-        A line outside of functions runs when its module is imported: all tests that run anything of the module count.
-        Of a line that no test runs in its own process, they are the tests of its file, which may start others.
+        A line outside of functions runs when its module is imported: all tests count that run anything of the module,
+        or of one that imports it. Of a line that no test runs in its own process, they are the tests of its file, which
+        may start others.
         """
-        of_module = {line: tests for (path, line), tests in self.lines.items() if path == change.path}
-        own = [of_module.get(line, set()) for line in range(change.first, change.last + 1)]
-        found = set().union(*(own if change.in_function else of_module.values()))
+        if change.in_function:
+            ran = [self.lines.get((change.path, line), set()) for line in range(change.first, change.last + 1)]
+        else:
+            readers = {change.path, *self.importers.get(change.path, ())}
+            ran = [tests for (path, _), tests in self.lines.items() if path in readers]
+        found = set().union(*ran)
         found = found or {test for test in self.seconds if _distance(test, change.path) == 0}
         return sorted(found, key=lambda test: (_distance(test, change.path), self.seconds[test], test))
 

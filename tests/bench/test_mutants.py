@@ -59,3 +59,13 @@ def test_the_tests_of_a_line_are_those_that_run_it_the_quickest_first():
     lines |= {("b.py", change.first): {"another::one"}}
     seconds = {"slower::one": 2.0, "quick::one": 0.1, "quick::two": 0.3}
     assert Covered(lines, seconds).of(change) == ["quick::one", "quick::two", "slower::one"]
+
+
+def test_what_modules_read_of_a_module_is_tested_by_their_tests_too():
+    default = next(each for each in changes_of("a.py", SOURCE) if each.after.endswith("least=1.0) -> float:"))
+    assert not default.in_function
+    lines = {("a.py", 9): {"a::one"}, ("b.py", 3): {"b::one"}, ("c.py", 3): {"c::one"}}
+    seconds = {"a::one": 2.0, "b::one": 0.1, "c::one": 0.1, "tests/test_a.py::one": 1.0}
+    assert Covered(lines, seconds, {"a.py": {"b.py"}}).of(default) == ["b::one", "a::one"]
+    inside = next(each for each in changes_of("a.py", SOURCE) if each.kind == "swapped arguments")
+    assert Covered({}, seconds).of(inside) == ["tests/test_a.py::one"], "which may start processes that run it"

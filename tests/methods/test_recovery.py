@@ -24,7 +24,7 @@ from lowtide.ranks.replicas import Averaging
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
-from lowtide.step.rank_sync import OutOfMemory, RankSync
+from lowtide.step.rank_sync import OutOfMemory
 from lowtide.step.recovery import surviving_optimizer_step, surviving_scores, surviving_step
 from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
@@ -113,14 +113,6 @@ def test_one_row_that_does_not_fit_stops_the_run_and_says_where_and_what_to_chan
     said = rf"in {place} of micro-batch {number} .1 row.* one row of [0-9]+ tokens, .*`max_length`"
     with out_of_memory(model, place, number), pytest.raises(OutOfMemory, match=said):
         surviving_step(Models(model), texts(), NLL, limits=Limits(rows=1), totals=Totals())
-
-
-def test_a_failure_before_the_first_micro_batch_names_the_rows_of_the_step():
-    sync, batch = RankSync("baseline", part=texts()), texts()
-    with sync.local():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    assert sync.failed
-    assert str(sync.failure).startswith(f"in baseline of micro-batch 0 ({len(batch.row_tokens)} row(s) of")
 
 
 @pytest.mark.parametrize(("failures", "tokens"), [(1, 94 // 2), (2, 19)], ids=["half", "the longest row"])

@@ -25,7 +25,7 @@ def test_without_rows_the_phase_alone_is_named():
     sync = RankSync()
     with sync.local():
         raise torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(OutOfMemory, match="^in forward: CUDA out of memory"):
+    with pytest.raises(OutOfMemory, match=r"^in forward: CUDA out of memory"):
         sync.meet(CPU)
 
 

@@ -485,7 +485,7 @@ def test_a_collator_that_joins_packed_segments_is_refused_at_construction(tmp_pa
     padding.pad_token = "<eos>"
     padded = DataCollatorForCompletionOnlyLM([3], tokenizer=padding)
     for collator in (padded, transformers.DataCollatorWithFlattening()):
-        message = rf"data_collator {type(collator).__name__} makes \d of the \d+ segments .* packing=False"
+        message = rf"data_collator {type(collator).__name__} makes \d of the \d+ segments .*packing=False"
         for packed in ({"packing": True}, {"eval_packing": True}):
             with pytest.raises(ValueError, match=message):
                 SFTTrainer(

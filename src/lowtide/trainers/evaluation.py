@@ -58,8 +58,9 @@ class Predictions:
                 self.scored.append(self.head.predictions(output).cpu().numpy())
                 self.targets.append(batch.row_values.get(LABEL, batch.score_target).cpu().numpy())
                 of_rows = LABEL in batch.row_values
-                places = batch.row_values[NUMBER if of_rows and NUMBER in batch.row_values else PLACE].cpu().numpy()
-                self.places.append(places if of_rows else places[_rows_of_scores(batch)])
+                places = batch.row_values[NUMBER if of_rows and NUMBER in batch.row_values else PLACE]
+                places = places if of_rows else places[batch.row[batch.score_segment]]
+                self.places.append(places.cpu().numpy())
 
     def metrics(self) -> dict[str, float]:
         """The method's metrics that need all scores, those of all ranks."""
@@ -83,12 +84,6 @@ class Predictions:
 def of_all_ranks(held: list[Any]) -> list[Any]:
     """What all ranks keep, the first rank's first."""
     return gather_object(held) if distributed() else held
-
-
-def _rows_of_scores(batch: RaggedBatch) -> np.ndarray:
-    """[scores]: the row that each is of."""
-    counts = [part.score_stop - part.score_start for part in batch.segments]
-    return np.repeat([part.row for part in batch.segments], counts)
 
 
 class PaddedPredictions:

@@ -57,11 +57,10 @@ class LoggedBeside:
         """
         _check_name("log_metric", name)
         try:
-            number = math.nan if isinstance(value, str) else float(value)
-            is_number = not isinstance(value, str)
+            number = None if isinstance(value, str) else float(value)
         except (TypeError, ValueError, RuntimeError):
-            number, is_number = math.nan, False
-        if not is_number:
+            number = None
+        if number is None:
             raise LoggedWrongly(f"log_metric({name!r}, {value!r:.80}): the value must be one number")
         if not math.isfinite(number):
             _say_not_finite(name)

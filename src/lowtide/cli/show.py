@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from lowtide.data.report.row_parts import segments_of
     from lowtide.data.sources.load import load_rows
     from lowtide.engine.weights.loading import load_tokenizer
+    from lowtide.run.inputs.loading import stop_ids_of
     from lowtide.terminal import Console
 
     tokenizer = load_tokenizer(args.model)
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     options = PrepareOptions(
         **{name: getattr(args, name) for name in (*own, "roles_to_train", "train_on_last_turn_only")},
         source=args.data,
-        stop_ids=_stop_ids(args.model),
+        stop_ids=tuple(stop_ids_of(_generation_config(args.model), tokenizer)),
     )
     console = Console()
     for number in range(args.row, min(args.row + args.rows, len(rows))):
@@ -85,15 +86,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stop_ids(model: str) -> tuple[int, ...]:
-    """The tokens at which the model's generation stops, where it has a generation config."""
+def _generation_config(model: str) -> Any:
+    """Of a model; None where there is none, as beside a tokenizer alone."""
     from transformers import GenerationConfig
 
     try:
-        known: Any = GenerationConfig.from_pretrained(model).eos_token_id
+        return GenerationConfig.from_pretrained(model)
     except (OSError, ValueError):
-        return ()
-    return tuple(each for each in (known if isinstance(known, list) else [known]) if each is not None)
+        return None
 
 
 def _lines(number: int, place: int, of: int, parts: list[Part], *, coloured: bool) -> Iterator[Text]:

@@ -187,7 +187,11 @@ def _end_with(end: str, tokenizer: PreTrainedTokenizerBase, model: nn.Module) ->
 
 def stop_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens at which generation stops: the tokenizer's end token, and those of the model's generation config."""
-    config: Any = getattr(causal_model(model), "generation_config", None)
+    return stop_ids_of(getattr(causal_model(model), "generation_config", None), tokenizer)
+
+
+def stop_ids_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The same of a generation config; None if there is none."""
     known = getattr(config, "eos_token_id", None)
     found = [tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])]
     return list(dict.fromkeys(cast(int, each) for each in found if each is not None))

@@ -100,6 +100,15 @@ def scored_at_the_end() -> RaggedBatch:
     return RaggedBatch.from_segments(rows, labels)
 
 
+def completions() -> RaggedBatch:
+    """As `shared`, of which the completions alone are scored: a prompt is as long as what goes on from it."""
+    batch = shared()
+    rows = [batch.token_ids[part.start : part.stop].tolist() for part in batch.segments]
+    prefix = [part.prefix for part in batch.segments]
+    labels = [[IGNORE] * len(row) if before < 0 else row for row, before in zip(rows, prefix, strict=True)]
+    return RaggedBatch.from_segments(rows, labels, prefix=prefix, row=[part.row for part in batch.segments])
+
+
 def few() -> RaggedBatch:
     """Fewer tokens than four ranks have."""
     return RaggedBatch.from_segments([tokens(3)])
@@ -108,13 +117,15 @@ def few() -> RaggedBatch:
 BATCHES = {
     "separate": separate,
     "prefixes": shared,
+    "completions": completions,
     "packed": packed,
     "scored at the end": scored_at_the_end,
     "few": few,
 }
 CASES = [
     *(("llama", name) for name in BATCHES),
-    *((name, "prefixes") for name in MODELS if name not in ("llama", "growing")),
+    *((name, "prefixes") for name in MODELS if name not in ("llama", "growing", "longrope")),
+    ("longrope", "completions"),
     ("growing", "separate"),
     ("mistral", "packed"),
     ("gemma3", "separate"),

@@ -66,7 +66,12 @@ def stub() -> str:
         if names not in dictionaries:
             dictionaries[names] = f"{public_name(method)}Arguments"
             parts += [_dictionary(dictionaries[names], "Arguments", names - of_all)]
-    parts += [_classes(method, dictionaries[names]) for method, names in zip(methods, named, strict=True)]
+    ways = [
+        (_kind(method), *positional(method), dictionaries[names]) for method, names in zip(methods, named, strict=True)
+    ]
+    first = {way: method for method, way in reversed([*zip(methods, ways, strict=True)])}
+    parts += [_way(first[way], way[-1]) for way in dict.fromkeys(ways)]
+    parts += [_classes(method, f"_As{public_name(first[way])}") for method, way in zip(methods, ways, strict=True)]
     return "".join(parts)
 
 
@@ -91,20 +96,25 @@ def _dictionary(name: str, base: str, names: Iterable[str]) -> str:
     )
 
 
-def _classes(method: Method, arguments: str) -> str:
-    kind = "ReferenceTrainer" if method.compares else "MethodTrainer"
-    lines = [
-        "\n@dataclass",
-        f"class {public_name(method)}Config({method.options.__name__}, TrainingConfig): ...\n",
-        f"class {public_name(method)}Trainer({kind}):",
-        "    def __init__(",
-        "        self,",
-    ]
+def _kind(method: Method) -> str:
+    return "ReferenceTrainer" if method.compares else "MethodTrainer"
+
+
+def _way(method: Method, arguments: str) -> str:
+    """How a trainer is made: one class for all methods whose trainers take the same arguments."""
+    lines = [f"\nclass _As{public_name(method)}({_kind(method)}):", "    def __init__(", "        self,"]
     parameters = signature_of(method).parameters
     for name in positional(method):
         default = "" if parameters[name].default is inspect.Parameter.empty else " = ..."
         lines.append(f"        {name}: {TYPES.get(name, 'Any')}{default},")
     return "\n".join([*lines, f"        **named: Unpack[{arguments}],", "    ) -> None: ...", ""])
+
+
+def _classes(method: Method, way: str) -> str:
+    return (
+        f"\n@dataclass\nclass {public_name(method)}Config({method.options.__name__}, TrainingConfig): ...\n\n"
+        f"class {public_name(method)}Trainer({way}): ...\n"
+    )
 
 
 if __name__ == "__main__":

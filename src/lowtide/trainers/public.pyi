@@ -85,10 +85,7 @@ class PPOArguments(Arguments, total=False):
     tools: Any
     value_model: Any
 
-@dataclass
-class SFTConfig(SFTOptions, TrainingConfig): ...
-
-class SFTTrainer(MethodTrainer):
+class _AsSFT(MethodTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,
@@ -96,10 +93,7 @@ class SFTTrainer(MethodTrainer):
         **named: Unpack[SFTArguments],
     ) -> None: ...
 
-@dataclass
-class PretrainConfig(PretrainOptions, TrainingConfig): ...
-
-class PretrainTrainer(MethodTrainer):
+class _AsPretrain(MethodTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,
@@ -107,10 +101,7 @@ class PretrainTrainer(MethodTrainer):
         **named: Unpack[PretrainArguments],
     ) -> None: ...
 
-@dataclass
-class DPOConfig(DPOOptions, TrainingConfig): ...
-
-class DPOTrainer(ReferenceTrainer):
+class _AsDPO(ReferenceTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,
@@ -119,89 +110,7 @@ class DPOTrainer(ReferenceTrainer):
         **named: Unpack[PretrainArguments],
     ) -> None: ...
 
-@dataclass
-class KTOConfig(KTOOptions, TrainingConfig): ...
-
-class KTOTrainer(ReferenceTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        ref_model: str | os.PathLike | nn.Module | None = ...,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
-
-@dataclass
-class RewardConfig(RewardOptions, TrainingConfig): ...
-
-class RewardTrainer(MethodTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
-
-@dataclass
-class TokenClassificationConfig(TokenClassificationOptions, TrainingConfig): ...
-
-class TokenClassificationTrainer(MethodTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
-
-@dataclass
-class SequenceClassificationConfig(SequenceClassificationOptions, TrainingConfig): ...
-
-class SequenceClassificationTrainer(MethodTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
-
-@dataclass
-class ORPOConfig(ORPOOptions, TrainingConfig): ...
-
-class ORPOTrainer(MethodTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
-
-@dataclass
-class CPOConfig(CPOOptions, TrainingConfig): ...
-
-class CPOTrainer(MethodTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
-
-@dataclass
-class BCOConfig(BCOOptions, TrainingConfig): ...
-
-class BCOTrainer(ReferenceTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        ref_model: str | os.PathLike | nn.Module | None = ...,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
-
-@dataclass
-class GKDConfig(GKDOptions, TrainingConfig): ...
-
-class GKDTrainer(ReferenceTrainer):
+class _AsGKD(ReferenceTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,
@@ -210,10 +119,7 @@ class GKDTrainer(ReferenceTrainer):
         **named: Unpack[GKDArguments],
     ) -> None: ...
 
-@dataclass
-class GRPOConfig(GRPOOptions, TrainingConfig): ...
-
-class GRPOTrainer(ReferenceTrainer):
+class _AsGRPO(ReferenceTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,
@@ -222,22 +128,7 @@ class GRPOTrainer(ReferenceTrainer):
         **named: Unpack[GRPOArguments],
     ) -> None: ...
 
-@dataclass
-class RLOOConfig(RLOOOptions, TrainingConfig): ...
-
-class RLOOTrainer(ReferenceTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        reward_funcs: Any = ...,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[GRPOArguments],
-    ) -> None: ...
-
-@dataclass
-class OnlineDPOConfig(OnlineDPOOptions, TrainingConfig): ...
-
-class OnlineDPOTrainer(ReferenceTrainer):
+class _AsOnlineDPO(ReferenceTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,
@@ -247,10 +138,7 @@ class OnlineDPOTrainer(ReferenceTrainer):
         **named: Unpack[OnlineDPOArguments],
     ) -> None: ...
 
-@dataclass
-class PPOConfig(PPOOptions, TrainingConfig): ...
-
-class PPOTrainer(ReferenceTrainer):
+class _AsPPO(ReferenceTrainer):
     def __init__(
         self,
         model: str | os.PathLike | nn.Module,
@@ -261,34 +149,91 @@ class PPOTrainer(ReferenceTrainer):
     ) -> None: ...
 
 @dataclass
+class SFTConfig(SFTOptions, TrainingConfig): ...
+
+class SFTTrainer(_AsSFT): ...
+
+@dataclass
+class PretrainConfig(PretrainOptions, TrainingConfig): ...
+
+class PretrainTrainer(_AsPretrain): ...
+
+@dataclass
+class DPOConfig(DPOOptions, TrainingConfig): ...
+
+class DPOTrainer(_AsDPO): ...
+
+@dataclass
+class KTOConfig(KTOOptions, TrainingConfig): ...
+
+class KTOTrainer(_AsDPO): ...
+
+@dataclass
+class RewardConfig(RewardOptions, TrainingConfig): ...
+
+class RewardTrainer(_AsPretrain): ...
+
+@dataclass
+class TokenClassificationConfig(TokenClassificationOptions, TrainingConfig): ...
+
+class TokenClassificationTrainer(_AsPretrain): ...
+
+@dataclass
+class SequenceClassificationConfig(SequenceClassificationOptions, TrainingConfig): ...
+
+class SequenceClassificationTrainer(_AsPretrain): ...
+
+@dataclass
+class ORPOConfig(ORPOOptions, TrainingConfig): ...
+
+class ORPOTrainer(_AsPretrain): ...
+
+@dataclass
+class CPOConfig(CPOOptions, TrainingConfig): ...
+
+class CPOTrainer(_AsPretrain): ...
+
+@dataclass
+class BCOConfig(BCOOptions, TrainingConfig): ...
+
+class BCOTrainer(_AsDPO): ...
+
+@dataclass
+class GKDConfig(GKDOptions, TrainingConfig): ...
+
+class GKDTrainer(_AsGKD): ...
+
+@dataclass
+class GRPOConfig(GRPOOptions, TrainingConfig): ...
+
+class GRPOTrainer(_AsGRPO): ...
+
+@dataclass
+class RLOOConfig(RLOOOptions, TrainingConfig): ...
+
+class RLOOTrainer(_AsGRPO): ...
+
+@dataclass
+class OnlineDPOConfig(OnlineDPOOptions, TrainingConfig): ...
+
+class OnlineDPOTrainer(_AsOnlineDPO): ...
+
+@dataclass
+class PPOConfig(PPOOptions, TrainingConfig): ...
+
+class PPOTrainer(_AsPPO): ...
+
+@dataclass
 class Seq2SeqConfig(Seq2SeqOptions, TrainingConfig): ...
 
-class Seq2SeqTrainer(MethodTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
+class Seq2SeqTrainer(_AsPretrain): ...
 
 @dataclass
 class MaskedLMConfig(MaskedLMOptions, TrainingConfig): ...
 
-class MaskedLMTrainer(MethodTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
+class MaskedLMTrainer(_AsPretrain): ...
 
 @dataclass
 class ReplacedTokenDetectionConfig(ReplacedTokenDetectionOptions, TrainingConfig): ...
 
-class ReplacedTokenDetectionTrainer(MethodTrainer):
-    def __init__(
-        self,
-        model: str | os.PathLike | nn.Module,
-        args: TrainingArguments | None = ...,
-        **named: Unpack[PretrainArguments],
-    ) -> None: ...
+class ReplacedTokenDetectionTrainer(_AsPretrain): ...

@@ -43,17 +43,6 @@ STREAMED = 1.1
 FOUR = "moments are rounded to 4 bits in blocks (arXiv 2309.01507)"
 
 
-def option_is(name: str, *values: Any) -> Callable[[Any], bool]:
-    """Whether an option has one of some values, or any that is not empty."""
-
-    def on(options: Any) -> bool:
-        value = getattr(options, name, None)
-        value = getattr(value, "value", value)  # a member of an enumeration
-        return value in values if values else bool(value)
-
-    return on
-
-
 def _checkpointing(site: Site) -> None:
     options = site.options
     kwargs = dict(options.gradient_checkpointing_kwargs or {})
@@ -188,7 +177,7 @@ def _optimizer(name: str, saves: str, changes: str | None, *values: str, **more:
     """An optimizer that transformers names."""
     changes = f"{ANOTHER} ({changes})" if changes and changes.startswith("arXiv") else changes
     options = {"optim": values[0]}
-    return Technique(name, saves, options, option_is("optim", *values), ("optimizer",), changes, **more)
+    return Technique(name, saves, options, ("optimizer",), also=values[1:], changes=changes, **more)
 
 
 TECHNIQUES: dict[str, Technique] = {
@@ -198,14 +187,13 @@ TECHNIQUES: dict[str, Technique] = {
             "gradient checkpointing",
             "all activations of a layer except its input, for a third more compute",
             {"gradient_checkpointing": True},
-            option_is("gradient_checkpointing"), lowers=("activations",), named=False,
+            lowers=("activations",), named=False,
             chosen=Choosing("activations", 4 / 3),
         ),
         Technique(
             "checkpointing that keeps attention",
             "activations except attention's outputs, which are slow to compute again for long rows",
             {"checkpointing_policy": "attention"},
-            option_is("checkpointing_policy", "attention"),
             chosen=Choosing("activations", 3.9 / 3),
             refused=_without_checkpointing,
             begin=_checkpointing,
@@ -214,7 +202,6 @@ TECHNIQUES: dict[str, Technique] = {
             "checkpointing that keeps products",
             "activations except the outputs of matrix products and attention: little is computed again",
             {"checkpointing_policy": "matmul"},
-            option_is("checkpointing_policy", "matmul"),
             chosen=Choosing("activations", 1.03),
             refused=_without_checkpointing,
             begin=_checkpointing,
@@ -223,7 +210,7 @@ TECHNIQUES: dict[str, Technique] = {
             "checkpointing of every k-th layer",
             "activations of one layer in k",
             {"checkpointing_every": 2},
-            lambda options: options.checkpointing_every > 1,
+            is_on=lambda options: options.checkpointing_every > 1,
             chosen=Choosing("activations", 3.5 / 3),
             refused=_without_checkpointing,
             begin=_checkpointing,
@@ -232,7 +219,6 @@ TECHNIQUES: dict[str, Technique] = {
             "activation offloading",
             "activations, moved to host memory (GPU) or to a file (CPU); with checkpointing the layers' inputs",
             {"activation_offloading": True},
-            option_is("activation_offloading"),
             lowers=("activations",),
             around=_offloading,
         ),
@@ -240,14 +226,12 @@ TECHNIQUES: dict[str, Technique] = {
             "fused head",
             "logits: scores x vocab never exist",
             {},
-            lambda options: True,
-            idle=_no_vocabulary, named=False,
+            is_on=lambda options: True, idle=_no_vocabulary, named=False,
         ),
         Technique(
             "tiled MLP",
             "the wide inner activations of MLPs, for long rows",
             {"mlp_tile_tokens": 16},
-            option_is("mlp_tile_tokens"),
             lowers=("activations",),
             refused=_compiled_or_tiled("mlp_tile_tokens"),
             prepare=lambda site: install_tiled_mlp(site.model, site.options.mlp_tile_tokens),
@@ -256,7 +240,6 @@ TECHNIQUES: dict[str, Technique] = {
             "attention heads in turn",
             "queries, keys, values and outputs of attention: those of a few heads at a time, for long rows",
             {"attention_head_chunks": 2},
-            option_is("attention_head_chunks"),
             lowers=("activations",),
             refused=_heads_refused,
             prepare=lambda site: install_attention_heads(site.model, site.options.attention_head_chunks),
@@ -265,7 +248,6 @@ TECHNIQUES: dict[str, Technique] = {
             "optimizer in backward",
             "gradients: each is freed as its parameter is stepped; with one micro-batch a step",
             {"optimizer_in_backward": True, "max_grad_norm": 0.0},
-            option_is("optimizer_in_backward", True),
             chosen=Choosing("gradients", whole=True),
             lowers=("gradients",),
             refused=_gradients_that_wait,
@@ -275,7 +257,6 @@ TECHNIQUES: dict[str, Technique] = {
             "optimizer in backward, two passes",
             "gradients, with exact clipping by the global norm, at twice the compute",
             {"optimizer_in_backward": TWO_PASS},
-            option_is("optimizer_in_backward", TWO_PASS),
             chosen=Choosing("gradients", 2.0, whole=True),
             lowers=("gradients",),
             refused=_gradients_that_wait,
@@ -285,7 +266,6 @@ TECHNIQUES: dict[str, Technique] = {
             "compressed AdamW",
             "a quarter of the states: bfloat16 weights and 16 bits of remainder in place of float32 masters",
             {"optim": "adamw_compressed"},
-            option_is("optim", "adamw_compressed"),
             chosen=OPTIMIZER,
             lowers=("weights", "gradients"),
             changes="forward and backward run in bfloat16; the trajectory is that of float32 masters, bit by bit",
@@ -294,7 +274,6 @@ TECHNIQUES: dict[str, Technique] = {
             "bfloat16 AdamW with stochastic rounding",
             "float32 masters: weights are bfloat16, rounded up or down at random",
             {"optim": "adamw_stochastic"},
-            option_is("optim", "adamw_stochastic"),
             chosen=OPTIMIZER,
             lowers=("weights", "gradients"),
             changes="weights are rounded at each step, right on average; forward and backward run in bfloat16",
@@ -303,7 +282,6 @@ TECHNIQUES: dict[str, Technique] = {
             "bfloat16 AdamW with stochastic rounding and 8-bit moments",
             "float32 masters and three quarters of the moments: 4 bytes a parameter and its gradient remain",
             {"optim": "adamw_stochastic_8bit"},
-            option_is("optim", "adamw_stochastic_8bit"),
             chosen=OPTIMIZER,
             lowers=("weights", "gradients", "optimizer"),
             changes=f"as with stochastic rounding alone, and {EIGHT}",
@@ -312,7 +290,6 @@ TECHNIQUES: dict[str, Technique] = {
             "FlashAdamW",
             "float32 masters and three quarters of the moments: 5 bytes a parameter and its gradient remain",
             {"optim": "adamw_flash"},
-            option_is("optim", "adamw_flash"),
             lowers=("weights", "gradients", "optimizer"),
             changes="forward and backward run in bfloat16, masters have 24 bits, and moments are rounded to 8 bits by "
             "companding (arXiv 2602.23349)",
@@ -326,7 +303,6 @@ TECHNIQUES: dict[str, Technique] = {
             "LoRA-FA",
             "activations: a LoRA layer keeps `rank` numbers a token in place of its input; half of the states",
             {"optim": "adamw_lora_fa"},
-            option_is("optim", "adamw_lora_fa"),
             lowers=("activations", "gradients", "optimizer"),
             changes="down projections stay as they began, and gradients of the others are projected: another optimizer "
             "(arXiv 2308.03303)",
@@ -365,7 +341,6 @@ TECHNIQUES: dict[str, Technique] = {
             "optimizer states in host memory",
             "moments: on the GPU for one parameter at a time",
             {"optimizer_states_on_host": True},
-            option_is("optimizer_states_on_host"),
             chosen=Choosing("states", 1.2),
             lowers=("optimizer",),
             idle=_states_at_home,
@@ -374,7 +349,6 @@ TECHNIQUES: dict[str, Technique] = {
             "streamed base weights",
             "weights that are not trained: a layer at a time is resident, the others are in their files or on the host",
             {"base_weights": "stream"},
-            option_is("base_weights", "stream"),
             chosen=Choosing("precision", STREAMED, last_resort=True),
             lowers=("weights",),
             refused=_base_refused,
@@ -384,7 +358,6 @@ TECHNIQUES: dict[str, Technique] = {
             "streamed trained weights",
             "weights and moments, in a file or on the host; a layer's are resident at a time, and all gradients never",
             {"trained_weights": "stream", "optimizer_in_backward": TWO_PASS},
-            option_is("trained_weights", "stream"),
             chosen=Choosing("gradients", STREAMED, whole=True, last_resort=True),
             lowers=("weights", "optimizer"),
             refused=_trained_refused,
@@ -394,7 +367,6 @@ TECHNIQUES: dict[str, Technique] = {
             "bfloat16 mixed precision",
             "half of the outputs of matrix products; weights and moments stay float32, cast weights are added",
             {"bf16": True},
-            option_is("bf16"),
             chosen=Choosing("precision", 0.7),
             lowers=("activations", "head"),
             changes="forward and backward are computed in bfloat16",
@@ -403,7 +375,6 @@ TECHNIQUES: dict[str, Technique] = {
             "liger kernels",
             "activations of norms, rotary embeddings and gates, computed again in fused kernels",
             {"use_liger_kernel": True},
-            option_is("use_liger_kernel"),
             lowers=("activations",),
             refused=_liger_refused,
             idle=_no_liger,
@@ -414,7 +385,6 @@ TECHNIQUES: dict[str, Technique] = {
             "compiled layers",
             "activations between products, which a compiler computes in one pass",
             {"torch_compile": True},
-            option_is("torch_compile"),
             lowers=("activations",),
             refused=_compile_refused,
             begin=_compiled,
@@ -423,7 +393,7 @@ TECHNIQUES: dict[str, Technique] = {
             "compiled layers within an activation budget",
             "activations of compiled graphs beyond a share, which are computed again in backward",
             {"torch_compile": True, "activation_memory_budget": 0.5},
-            option_is("activation_memory_budget"),
+            is_on=lambda options: getattr(options, "activation_memory_budget", None) is not None,
             lowers=("activations",),
             refused=_no_partition,
         ),
@@ -431,32 +401,32 @@ TECHNIQUES: dict[str, Technique] = {
             "padding-free batches",
             "padding: no token is computed that is not in the data",
             {"padding_free": True},
-            option_is("padding_free"), lowers=("activations",), named=False,
+            lowers=("activations",), named=False,
         ),
-        Technique("packing", "rows laid end to end in full bins", {"packing": True}, option_is("packing"), named=False),
+        Technique("packing", "rows laid end to end in full bins", {"packing": True}, named=False),
         Technique(
             "prefix sharing",
             "the prompt, computed once for all its completions",
             {"prefix_sharing": True},
-            option_is("prefix_sharing"), lowers=("activations",), named=False,
+            lowers=("activations",), named=False,
         ),
         Technique(
             "token budget",
             "activations: a strict cap on the tokens of a forward",
             {"tokens_per_microbatch": 64},
-            option_is("tokens_per_microbatch"), lowers=("activations", "head"), named=False,
+            lowers=("activations", "head"), named=False,
         ),
         Technique(
             "gradient accumulation",
             "activations: a batch in several forwards; gradients stay in between",
             {"gradient_accumulation_steps": 2},
-            lambda options: options.gradient_accumulation_steps > 1, named=False,
+            is_on=lambda options: options.gradient_accumulation_steps > 1, named=False,
         ),
         Technique(
             "rehearsal",
             "nothing: a run that does not fit fails before the first step",
             {"rehearsal": True},
-            option_is("rehearsal"), named=False,
+            named=False,
         ),
     )
 }  # fmt: skip

@@ -53,10 +53,12 @@ class Technique:
     """One line."""
     options: Mapping[str, Any]
     """What switches it on, as a user would write it."""
-    on: Callable[[Any], bool]
-    """Whether a config has it on."""
     lowers: tuple[str, ...] = ()
     """The categories of bytes that it makes fewer: "weights", "gradients", "optimizer", "activations"."""
+    is_on: Callable[[Any], bool] | None = None
+    """Whether a config has it on; by default where the first of its options has the value here, or any number."""
+    also: tuple[str, ...] = ()
+    """Further values of that option with which it is on."""
     changes: str | None = None
     """What it changes in the numbers, beyond rounding; None where it is exact."""
     refused: Reason = never
@@ -77,3 +79,12 @@ class Technique:
     """How a plan may choose it; None where it is the user's to ask for."""
     named: bool = True
     """Whether the start-up report has a line of its own for it; what is on by default is part of other lines."""
+
+    def on(self, options: Any) -> bool:
+        """Whether a config has it on."""
+        if self.is_on is not None:
+            return self.is_on(options)
+        name, wanted = next(iter(self.options.items()))
+        value = getattr(options, name, None)
+        value = getattr(value, "value", value)  # a member of an enumeration
+        return value in (wanted, *self.also) if isinstance(wanted, bool | str) else bool(value)

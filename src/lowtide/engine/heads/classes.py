@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any, ClassVar, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -14,10 +14,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, at_least_float32, is_one_of
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, at_least_float32, is_one_of
 from lowtide.engine.heads.own_head import own_head
-from lowtide.ops.logits.linear_logprobs import NOTHING_MORE
-from lowtide.ops.logits.logit_rows import Want
 from lowtide.score_rules import FIRST_TOKEN, OWN_TOKEN, LastToken, ScoreRule
 
 TOKEN_CLASSIFIERS = frozenset(MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values())
@@ -32,6 +30,7 @@ class Classes(Head):
     """Logits of labels, by the model's own head."""
 
     numbers = "logits"
+    statistic = LOGITS
     number = "logit"
     new_module = "classifier"
     virtual_tokens = False
@@ -41,10 +40,6 @@ class Classes(Head):
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
         return None if is_one_of(model, cls.classifiers) else f"has no head for {cls.pipeline}"
-
-    @classmethod
-    def check(cls, model: PreTrainedModel) -> None:
-        """All can be run: the head is called as it is."""
 
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
@@ -74,17 +69,6 @@ class TokenClasses(Classes):
         return super().distances(found, wide) / wide.std().clamp_min(torch.finfo(torch.float32).tiny)
 
     @classmethod
-    def dense_stats(
-        cls,
-        logits: Float[Tensor, "lines longest labels"],
-        index: Int[Tensor, " scores"],
-        target: Int[Tensor, " scores"],
-        longest: int,
-        want: Want = NOTHING_MORE,
-    ) -> Stats:
-        return {LOGITS: logits.flatten(0, 1)[index].float()}
-
-    @classmethod
     def predictions(cls, output: ScoreOutput) -> Tensor:
         """[scores]: the number of the likeliest label."""
         return output.stats[LOGITS].argmax(-1)
@@ -108,6 +92,7 @@ class SequenceClasses(Classes):
     models = "text classifiers"
     auto_class = AutoModelForSequenceClassification
     classifiers = TEXT_CLASSIFIERS
+    of_lines = True
     task_type = "SEQ_CLS"
     pipeline = "text-classification"
 
@@ -133,17 +118,6 @@ class SequenceClasses(Classes):
         """As shares of the logits, which for a new head are next to nothing."""
         wide = at_least_float32(expected)
         return super().distances(found, wide) / wide.abs().mean().clamp_min(torch.finfo(torch.float32).tiny)
-
-    @classmethod
-    def dense_stats(
-        cls,
-        logits: Float[Tensor, "lines labels"],
-        index: Int[Tensor, " scores"],
-        target: Int[Tensor, " scores"],
-        longest: int,
-        want: Want = NOTHING_MORE,
-    ) -> Stats:
-        return {LOGITS: logits[index // longest].float()}
 
     @classmethod
     def predictions(cls, output: ScoreOutput) -> Tensor:

@@ -137,6 +137,12 @@ class Head(ABC):
 
     numbers: ClassVar[str]
     """What it gives, in words."""
+    statistic: ClassVar[str]
+    """What they are called among `Stats`."""
+    of_lines: ClassVar[bool] = False
+    """Whether a model's own forward gives them for each line of a padded batch, and not for each token."""
+    single: ClassVar[bool] = False
+    """Whether it gives one number in a dimension of its own."""
     number: ClassVar[str]
     """One of them, in words, with its unit."""
     unit: ClassVar[str] = ""
@@ -186,13 +192,13 @@ class Head(ABC):
         """What keeps a model from having this head, as a part of a sentence ("has no ..."); None if it has it."""
 
     @classmethod
-    @abstractmethod
     def check(cls, model: PreTrainedModel) -> None:
-        """Refuses a model whose head, though of this kind, cannot be run.
+        """Refuses a model whose head, though of this kind, cannot be run; by default none, as it is called as it is.
 
         Raises:
             ValueError: names the head, and what to do.
         """
+        return
 
     @classmethod
     def attach(cls, model: PreTrainedModel, options: Any = None) -> None:
@@ -226,7 +232,6 @@ class Head(ABC):
         """Reads the scores off the hidden states, within the head module's own call."""
 
     @classmethod
-    @abstractmethod
     def dense_stats(
         cls,
         logits: Float[Tensor, "lines *longest labels"],
@@ -242,6 +247,8 @@ class Head(ABC):
             index: of each score, its place among `lines` x `longest`.
             longest: tokens of a line, virtual ones left out.
         """
+        found = logits[index // longest] if cls.of_lines else logits.flatten(0, 1)[index]
+        return {cls.statistic: (found.squeeze(-1) if cls.single else found).float()}
 
     @classmethod
     def predictions(cls, output: ScoreOutput) -> Tensor:

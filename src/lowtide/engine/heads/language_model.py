@@ -48,6 +48,7 @@ class LanguageModel(Head):
     """Log-probabilities over a vocabulary, of the token that follows."""
 
     numbers = "log-probs"
+    statistic = "logprobs"
     number = "log-probability in nats"
     unit = " nats"
     models = "language models"

@@ -27,8 +27,6 @@ from lowtide.engine.heads.own_head import own_head
 from lowtide.engine.weights.load_errors import one_line
 from lowtide.engine.weights.weight_files import saved_module
 from lowtide.ops.logits.drawing import draw
-from lowtide.ops.logits.linear_logprobs import NOTHING_MORE
-from lowtide.ops.logits.logit_rows import Want
 from lowtide.score_rules import OWN_TOKEN, ScoreRule
 
 GENERATOR = "generator"
@@ -43,7 +41,7 @@ DISCRIMINATORS = frozenset({"ElectraForPreTraining"})
 class ReplacedTokens(Head):
     """A logit for each token: that it was replaced."""
 
-    numbers = "logits"
+    numbers = statistic = "logits"
     number = "logit"
     models = "discriminators"
     auto_class = AutoModelForPreTraining
@@ -63,10 +61,6 @@ class ReplacedTokens(Head):
     @classmethod
     def why_not(cls, model: nn.Module) -> str | None:
         return None if is_one_of(model, DISCRIMINATORS) else "has no head that tells which tokens were replaced"
-
-    @classmethod
-    def check(cls, model: PreTrainedModel) -> None:
-        """All can be run: the head is called as it is."""
 
     @classmethod
     def beside(cls, model: nn.Module) -> PreTrainedModel | None:
@@ -116,17 +110,6 @@ class ReplacedTokens(Head):
         logits = at_least_float32(own_head(model, hidden[:, None]).flatten())
         stats, found = {"logits": logits.index_select(0, scores.index)}, scores.replacements
         return ScoreOutput(stats=stats if found is None else {**stats, **vars(found), "all_logits": logits})
-
-    @classmethod
-    def dense_stats(
-        cls,
-        logits: Float[Tensor, "lines longest"],
-        index: Int[Tensor, " scores"],
-        target: Int[Tensor, " scores"],
-        longest: int,
-        want: Want = NOTHING_MORE,
-    ) -> Stats:
-        return {"logits": logits.flatten()[index].float()}
 
     @classmethod
     def score_rule(cls, model: PreTrainedModel) -> ScoreRule:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, cast
 
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, at_least_float32
+from lowtide.engine.heads.head import Head, ScoreOutput, Scores, at_least_float32
 from lowtide.engine.heads.vision_value import register_reward_model
-from lowtide.ops.logits.linear_logprobs import NOTHING_MORE
-from lowtide.ops.logits.logit_rows import Want
 from lowtide.score_rules import LastToken, ScoreRule
 
 VALUES = "values"
@@ -22,6 +19,8 @@ class Value(Head):
     """Sequence classification with one label."""
 
     numbers = "values"
+    statistic = VALUES
+    of_lines = single = True
     number = "value"
     models = "reward models"
     auto_class = AutoModelForSequenceClassification
@@ -45,24 +44,9 @@ class Value(Head):
         return f"has {found}; a reward model gives one value, and reward models require `num_labels=1`"
 
     @classmethod
-    def check(cls, model: PreTrainedModel) -> None:
-        """All can be run: the head is called as it is."""
-
-    @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
         values = cast(Any, model).score(hidden.index_select(0, scores.index)).squeeze(-1)
         return ScoreOutput(stats={VALUES: at_least_float32(values)})
-
-    @classmethod
-    def dense_stats(
-        cls,
-        logits: Float[Tensor, "lines 1"],
-        index: Int[Tensor, " scores"],
-        target: Int[Tensor, " scores"],
-        longest: int,
-        want: Want = NOTHING_MORE,
-    ) -> Stats:
-        return {VALUES: logits.squeeze(-1)[index // longest].float()}
 
     @classmethod
     def pad_id(cls, model: PreTrainedModel) -> int | None:

@@ -37,7 +37,6 @@ from lowtide.rollout.images import PromptImages
 from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.beside import LoggedBeside
 from lowtide.rollout.rewards.completed import Completed
-from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.run.writing import Writer, check_writes_after_images, seed_of
@@ -151,12 +150,11 @@ class RolloutMaker:
         Raises:
             ValueError: names the argument or the option, and what to do.
         """
-        scored_by_model = any(isinstance(each, ModelReward) for each in getattr(self.rewards, "sources", ()))
         others = {
             "tools and environment_factory, whose conversations are text alone": self.tools is not None,
             "rollout_func, which returns no images": self.rollout_func is not None,
             "judge, which compares texts": isinstance(self.rewards, JudgedPairs),
-            "a reward model, which reads text alone": scored_by_model,
+            "a reward model, which reads text alone": bool(getattr(self.rewards, "reward_models", ())),
         }
         for what, there in others.items():
             if there:

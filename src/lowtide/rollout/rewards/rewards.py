@@ -99,26 +99,23 @@ class Rewards:
         self.sources.append(FunctionReward(function, name))
         self.weights = torch.cat([self.weights, torch.tensor([weight], dtype=torch.float64)])
 
+    @property
+    def reward_models(self) -> list[ModelReward]:
+        """Those of the columns that are by reward models."""
+        return [source for source in self.sources if isinstance(source, ModelReward)]
+
     def cut(self, cutter: Callable[[nn.Module], None]) -> None:
         """Leaves on each rank its part of the reward models; all ranks then ask for rewards together."""
         self.cut_models = True
-        for source in self.sources:
-            if isinstance(source, ModelReward):
-                source.cut(cutter)
-
-    def each_model(self, change: Callable[[nn.Module], None]) -> None:
-        """Changes where the weights of the reward models are."""
-        for source in self.sources:
-            if isinstance(source, ModelReward):
-                change(source.model)
+        for each in self.reward_models:
+            each.cut(cutter)
 
     def to(self, device: torch.device | str | int) -> Rewards:
         """Moves the reward models that are not placed already (quantized, or by a device map)."""
-        for source in self.sources:
-            if isinstance(source, ModelReward):
-                model: Any = source.model
-                if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
-                    model.to(device)
+        for each in self.reward_models:
+            model: Any = each.model
+            if getattr(model, "hf_device_map", None) is None and not getattr(model, "is_quantized", False):
+                model.to(device)
         return self
 
     def __call__(

@@ -68,7 +68,8 @@ def make_rewards(
     if config.sharding.cuts_weights:
         made.cut(lambda model: cut(model, config))
     if wants_stream(config):
-        made.each_model(lambda model: stream_frozen(model.requires_grad_(False), config, what="a reward model"))
+        for each in made.reward_models:
+            stream_frozen(each.model.requires_grad_(False), config, what="a reward model")
     return made.to(config.device)
 
 

@@ -140,8 +140,7 @@ class OnlineTrainer(ReferenceTrainer):
     @property
     def reward_models(self) -> list[nn.Module]:
         """Those among what rewards completions."""
-        sources = getattr(self.rewards, "sources", ())
-        return [source.model for source in sources if isinstance(source, ModelReward)]
+        return [each.model for each in getattr(self.rewards, "reward_models", ())]
 
     def _to_plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
         older, path = self._given["reward_model"], getattr(self.args, "reward_model_path", None)

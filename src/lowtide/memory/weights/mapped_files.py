@@ -7,14 +7,12 @@ Several processes of a machine share that cache.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
-from lowtide.memory.weights.streaming import Staying, Unit
+from lowtide.memory.weights.streaming import Store, Unit
 from lowtide.ops.mapped import bring_in, let_go, read_ahead
 
 
-class MappedFiles(Staying):
-    """Where the weights of a model on a CPU wait (a `Store` of `memory.weights.streaming`)."""
+class MappedFiles(Store):
+    """Where the weights of a model on a CPU wait. Autograd saves the mapping itself."""
 
     layers_only = False
 
@@ -29,7 +27,3 @@ class MappedFiles(Staying):
     def leave(self, unit: Unit) -> None:
         for weight in unit.weights:
             let_go(weight)
-
-    def around(self) -> AbstractContextManager[None]:
-        """Autograd saves the mapping itself."""
-        return nullcontext()

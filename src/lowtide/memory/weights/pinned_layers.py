@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compat.torch import is_in_backward, storage_id
-from lowtide.memory.weights.streaming import Staying, Unit
+from lowtide.memory.weights.streaming import Store, Unit
 
 ALIGNMENT = 256
 """Bytes, of where a weight begins in its layer's buffer, as torch's allocator has it."""
@@ -83,8 +83,8 @@ class Saved(NamedTuple):
     offset: int
 
 
-class PinnedLayers(Staying):
-    """Where the weights of layers wait (a `Store` of `memory.weights.streaming`).
+class PinnedLayers(Store):
+    """Where the weights of layers wait.
 
     Args:
         device: the CUDA device.

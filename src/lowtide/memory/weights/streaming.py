@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,48 +44,33 @@ class Unit:
         return sum(weight.nbytes for weight in self.weights)
 
 
-class Store(Protocol):
-    """Where weights wait while they are not used."""
+class Store:
+    """Where weights wait while they are not used; by default gradients stay where they are made, and nothing is copied
+    back."""
 
     layers_only: bool
     """Whether what is no layer stays on the device."""
 
-    def bring(self, unit: Unit, following: Unit | None, /) -> None:
+    def bring(self, unit: Unit, following: Unit | None) -> None:
         """Before a unit is used: its weights are there when this returns; those of the one that follows set out."""
-        ...
+        raise NotImplementedError
 
-    def leave(self, unit: Unit, /) -> None:
+    def leave(self, unit: Unit) -> None:
         """After it was used."""
-        ...
+        raise NotImplementedError
 
-    def bring_gradients(self, unit: Unit, /) -> None:
+    def bring_gradients(self, unit: Unit) -> None:
         """Of a unit that is there: its gradients are too, when this returns."""
-        ...
 
-    def stepped(self, unit: Unit, /) -> None:
+    def stepped(self, unit: Unit) -> None:
         """Some weights of a unit that is there were changed."""
-        ...
 
     def wait(self) -> None:
         """Until everything is where it waits."""
-        ...
 
     def around(self) -> AbstractContextManager[None]:
         """What is entered for each forward that backward follows."""
-        ...
-
-
-class Staying:
-    """What a store does whose gradients stay where they are made, and which copies nothing back."""
-
-    def bring_gradients(self, unit: Unit, /) -> None:
-        """They are there."""
-
-    def stepped(self, unit: Unit, /) -> None:
-        """Where they wait is where they are."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
+        return nullcontext()
 
 
 class WeightStream:
@@ -188,7 +173,7 @@ class WeightStream:
         return hook
 
 
-class Unresident(Staying):
+class Unresident(Store):
     """Where the weights of a plan wait: what is brought in takes its bytes, on tensors without memory.
 
     Args:
@@ -217,9 +202,6 @@ class Unresident(Staying):
 
     def leave(self, unit: Unit) -> None:
         self._held.pop(unit, None)
-
-    def around(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def hold(self, unit: Unit, size: int) -> Tensor:
         """So many bytes, for a unit and those beside it."""

@@ -42,7 +42,7 @@ class TrainedHome(Home):
 
 
 class TrainedLayers(PinnedLayers):
-    """Where the weights of trained layers wait (a `Store` of `memory.weights.streaming`).
+    """Where the weights of trained layers wait.
 
     Args:
         device: the CUDA device.

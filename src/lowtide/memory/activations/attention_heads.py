@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lowtide.memory.activations.computed_again import Surroundings, computing_parts, sum_wide
+from lowtide.memory.activations.computed_again import Shell, Surroundings, computing_parts, own_forward, sum_wide
 from lowtide.ops.attention.cached_attention import CachedPlan
 
 FAMILIES = frozenset(
@@ -69,19 +69,9 @@ def install_attention_heads(model: nn.Module, chunks: int) -> int:
         if isinstance(getattr(module, "head_groups", None), _HeadGroups):
             module.head_groups.count = chunks  # type: ignore[union-attr]
         else:
-            module.head_groups = _HeadGroups(_plain(module), module.__dict__.get("forward"), chunks)  # type: ignore[assignment]
+            module.head_groups = _HeadGroups(own_forward(module), chunks)  # type: ignore[assignment]
             module.forward = types.MethodType(_forward, module)
     return len(found)
-
-
-def remove_attention_heads(model: nn.Module) -> None:
-    """Undoes `install_attention_heads`."""
-    for module in model.modules():
-        groups = module.__dict__.pop("head_groups", None)
-        if isinstance(groups, _HeadGroups):
-            del module.forward
-            if groups.before is not None:
-                module.forward = groups.before
 
 
 # -- which modules ------------------------------------------------------------------------------------------------
@@ -145,9 +135,7 @@ def _share(module: Any, name: str, shape: torch.Size) -> str | None:
 @dataclass
 class _HeadGroups:
     plain: Callable[..., tuple[Tensor, Any]]
-    """The module's own forward, unbound, so that a copy of the module calls its own."""
-    before: Callable[..., tuple[Tensor, Any]] | None
-    """A forward that the module had instead of its class's."""
+    """The module's own forward."""
     count: int
 
 
@@ -156,11 +144,6 @@ class _Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-def _plain(module: nn.Module) -> Callable[..., Any]:
-    inner: Any = module.forward
-    return inner.__func__ if getattr(inner, "__self__", None) is module else lambda _, *args, **kw: inner(*args, **kw)
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -285,7 +268,7 @@ def _attend(module: Any, given: Mapping[str, Tensor], x: Tensor, call: _Call) ->
     """[batch, tokens, width of the group]: what heads give, before the projection at the end."""
     own = {f"module.{name}": each for name, each in given.items() if not name.startswith(f"{OUTPUT}.")}
     with _without_output(module):
-        return torch.func.functional_call(_Shell(module), own, (x, *call.args), call.kwargs)[0]
+        return torch.func.functional_call(Shell(module, module.head_groups.plain), own, (x, *call.args), call.kwargs)[0]
 
 
 def _project(module: Any, given: Mapping[str, Tensor], part: Tensor) -> Tensor:
@@ -303,15 +286,3 @@ def _without_output(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         setattr(module, OUTPUT, before)
-
-
-class _Shell(nn.Module):
-    """Calls a module's own forward, for `functional_call`."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        module: Any = self.module
-        return module.head_groups.plain(module, *args, **kwargs)

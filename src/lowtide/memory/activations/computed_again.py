@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 _computing: ContextVar[bool] = ContextVar("computing", default=False)
@@ -26,6 +27,23 @@ def computing_parts() -> Iterator[None]:
 def are_parts() -> bool:
     """Whether such parts are being computed."""
     return _computing.get()
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward, unbound, so that a copy of the module calls its own."""
+    inner: Any = module.forward
+    return inner.__func__ if getattr(inner, "__self__", None) is module else lambda _, *args, **kw: inner(*args, **kw)
+
+
+class Shell(nn.Module):
+    """Calls a function of a module, for `functional_call`."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.function = module, function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.module, *args, **kwargs)
 
 
 def sum_wide(total: Tensor | None, part: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lowtide.compat.torch import FakeTensor, gathered
-from lowtide.memory.activations.computed_again import Surroundings, computing_parts, sum_wide
+from lowtide.memory.activations.computed_again import Shell, Surroundings, computing_parts, own_forward, sum_wide
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "DenseReluDense")
 """What transformers' models call the MLP of a layer."""
@@ -75,20 +75,9 @@ def install_tiled_mlp(model: nn.Module, tile_tokens: int) -> int:
             module.tiling.tokens = tile_tokens  # type: ignore[union-attr]
             continue
         name, tiled = (CHUNK, _forward_chunk) if _has_chunk(module) else ("forward", _forward)
-        plain, before = _plain(_mlp_of(module)), module.__dict__.get(name)
-        module.tiling = _Tiling(plain, name, before, tile_tokens, _are_experts(module))  # type: ignore[assignment]
+        module.tiling = _Tiling(own_forward(_mlp_of(module)), tile_tokens, _are_experts(module))  # type: ignore[assignment]
         setattr(module, name, types.MethodType(tiled, module))
     return len(found)
-
-
-def remove_tiled_mlp(model: nn.Module) -> None:
-    """Undoes `install_tiled_mlp`."""
-    for module in model.modules():
-        tiling = module.__dict__.pop("tiling", None)
-        if isinstance(tiling, _Tiling):
-            delattr(module, tiling.name)
-            if tiling.before is not None:
-                setattr(module, tiling.name, tiling.before)
 
 
 # -- which modules ------------------------------------------------------------------------------------------------
@@ -182,8 +171,10 @@ def _experts_differ(module: Any) -> str | None:
     x = torch.randn(5, width, generator=generator).to(weight)
     chosen = torch.stack([torch.randperm(module.num_experts, generator=generator)[:2] for _ in range(5)])
     given = x, chosen.to(weight.device), torch.rand(chosen.shape, generator=generator).to(weight)
-    whole = _plain(module)(module, *given)
-    tiles = torch.cat([_plain(module)(module, *pieces) for pieces in zip(*(t.split(2) for t in given), strict=True)])
+    whole = own_forward(module)(module, *given)
+    tiles = torch.cat(
+        [own_forward(module)(module, *pieces) for pieces in zip(*(t.split(2) for t in given), strict=True)]
+    )
     far = (whole - tiles).abs().max() > torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().max()
     return "gives other values for tiles than for all tokens" if far else None
 
@@ -193,10 +184,11 @@ def _tiles_differ(module: nn.Module, width: int, parameters: Sequence[Tensor]) -
     """The proof: five random tokens together, and in tiles of two."""
     like = next((p for p in parameters if p.is_floating_point()), torch.empty(0, device=parameters[0].device))
     x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0)).to(like)
+    plain = own_forward(module)
     with _evaluation(module):
         try:
-            whole = _plain(module)(module, x)
-            tiles = torch.cat([_plain(module)(module, piece) for piece in x.split(2, dim=1)], dim=1)
+            whole = plain(module, x)
+            tiles = torch.cat([plain(module, piece) for piece in x.split(2, dim=1)], dim=1)
         except (TypeError, RuntimeError, ValueError, AttributeError) as error:
             return f"does not take one tensor [1, tokens, {width}] ({error})"
     if not isinstance(whole, Tensor) or whole.shape != x.shape:
@@ -225,19 +217,10 @@ def _evaluation(module: nn.Module) -> Iterator[None]:
 @dataclass
 class _Tiling:
     plain: Callable[..., Tensor]
-    """The module's own forward, unbound, so that a copy of the module calls its own."""
-    name: str
-    """Of the method that tiles stand in for."""
-    before: Callable[..., Tensor] | None
-    """What the module had in its place instead of its class's."""
+    """The module's own forward."""
     tokens: int
     experts: bool
     """Whether it is given the experts of each token, and their weights, beside [tokens, hidden]."""
-
-
-def _plain(module: nn.Module) -> Callable[..., Tensor]:
-    inner: Any = module.forward
-    return inner.__func__ if getattr(inner, "__self__", None) is module else lambda _, *args: inner(*args)
 
 
 def _forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -336,7 +319,7 @@ def _backward_by_tile(
         grad: at the output.
         wanted: of which tensors that are given a gradient is wanted.
     """
-    shell, named = _Shell(module), {f"module.{name}": alias for name, alias in aliases.items()}
+    shell, named = Shell(module, module.tiling.plain), {f"module.{name}": alias for name, alias in aliases.items()}
     found = [
         torch.empty_like(each, memory_format=torch.contiguous_format) if want else None
         for each, want in zip(given, wanted, strict=True)
@@ -363,15 +346,3 @@ def _backward_by_tile(
                 assert leaf.grad is not None
                 place.copy_(leaf.grad)
     return *found, *(totals[alias].to(alias.dtype) if alias in totals else None for alias in aliases.values())
-
-
-class _Shell(nn.Module):
-    """Calls a module's own forward, for `functional_call`."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *given: Tensor) -> Tensor:
-        module: Any = self.module
-        return module.tiling.plain(module, *given)

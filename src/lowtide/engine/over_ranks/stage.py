@@ -77,7 +77,8 @@ class Stage:
             output = forward()
         if not self.pipeline.is_last:
             self.pipeline.exchange(self.pipeline.sending(output.stats[HIDDEN], ahead=True))
-        told = self.pipeline.told(None if output.stays else output.map(Tensor.cpu))
+        tells = self.pipeline.is_last and not output.stays
+        told = self.pipeline.told(output.map(Tensor.cpu) if tells else None)
         return output if told is None else told.map(lambda value: value.to(device))
 
 

@@ -68,7 +68,7 @@ class LogCompletionsCallback(TrainerCallback):
         if accelerator.is_main_process:
             rows = [(str(state.global_step), *pair) for pair in zip(prompts, completions, strict=True)]
             self.table += rows
-            _show(self.table, rows, args.report_to)
+            show("Completions", COLUMNS, rows, args.report_to, self.table)
 
 
 def eval_prompts(trainer: Any, title: str, count: int | None) -> Any:
@@ -138,14 +138,25 @@ def _generating(model: Any, tokenizer: Any) -> Iterator[None]:
             layer.gradient_checkpointing = True
 
 
-def _show(table: Sequence[Sequence[str]], new: Sequence[Sequence[str]], report_to: Any) -> None:
-    """Hands the table to the trackers that are reported to, or the new rows to the terminal."""
-    if not trackers_of(report_to):
-        print_table(new, COLUMNS, "Completions", Console(file=sys.stderr))
-        return
-    import pandas
+def show(
+    title: str,
+    columns: Sequence[str],
+    new: Sequence[Sequence[str]],
+    report_to: Any,
+    table: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Shows new rows of texts on the terminal, or hands them to the trackers that are reported to; to these the whole
+    `table`, where they belong to one."""
+    if trackers_of(report_to):
+        import pandas
 
-    hand_to_trackers(pandas.DataFrame(columns=list(COLUMNS), data=[list(row) for row in table]), report_to)
+        data = [list(row) for row in (new if table is None else table)]
+        hand_to_trackers(pandas.DataFrame(columns=list(columns), data=data), report_to)
+        return
+    shown = Table(*columns, title=title, title_justify="left", show_lines=True)
+    for row in new:
+        shown.add_row(*(Text(text) for text in row))
+    Console(file=sys.stderr).print(shown)
 
 
 def trackers_of(report_to: Any) -> set[str]:
@@ -170,11 +181,3 @@ def hand_to_trackers(frame: Any, report_to: Any) -> None:
         experiment = comet_ml.get_running_experiment()
         if experiment is not None:
             experiment.log_table(tabular_data=frame, filename="completions.csv")
-
-
-def print_table(rows: Sequence[Sequence[str]], columns: Sequence[str], title: str, console: Console) -> None:
-    """Shows rows of texts."""
-    shown = Table(*columns, title=title, title_justify="left", show_lines=True)
-    for row in rows:
-        shown.add_row(*(Text(text) for text in row))
-    console.print(shown)

@@ -5,7 +5,6 @@ TRL had it until 1.0; scripts that were written for it run with the import chang
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +12,7 @@ from accelerate.utils import gather_object
 from transformers import GenerationConfig, TrainerCallback
 
 from lowtide.rollout.judges import SECOND, judge_pairs
-from lowtide.terminal import Console
-from lowtide.trainers.callbacks.log_completions import (
-    eval_prompts,
-    hand_to_trackers,
-    print_table,
-    prompts_of,
-    trackers_of,
-    write,
-)
+from lowtide.trainers.callbacks.log_completions import eval_prompts, prompts_of, show, write
 
 COLUMNS = ("step", "prompt", "reference", "completion", "winner")
 
@@ -96,7 +87,7 @@ class WinRateCallback(TrainerCallback):
             logged["eval_avg_win_prob"] = sum(of_policy) / len(of_policy)
         self.trainer.log(logged)
         if self.trainer.accelerator.is_main_process:
-            _show(rows, args.report_to)
+            show("Win rate", COLUMNS, rows, args.report_to)
 
     def _judged(self, prompts: Sequence[str], pairs: Sequence[tuple[str, str]]) -> tuple[list[int], list[float]]:
         """(the better completion of each pair; the probabilities of the policy's, where the judge gives any)."""
@@ -114,12 +105,3 @@ class WinRateCallback(TrainerCallback):
 
     def _in_order(self, prompts: list[str], completions: list[list[str]]) -> Any:
         return getattr(self.judge, "judge", self.judge)(prompts, completions, self.shuffle_order)
-
-
-def _show(rows: Sequence[Sequence[str]], report_to: Any) -> None:
-    if not trackers_of(report_to):
-        print_table(rows, COLUMNS, "Win rate", Console(file=sys.stderr))
-        return
-    import pandas
-
-    hand_to_trackers(pandas.DataFrame(columns=list(COLUMNS), data=list(rows)), report_to)

@@ -88,6 +88,15 @@ class Completion:
     """Whether the policy wrote each token; False for what a tool or an environment returned."""
     finish: Finish = "length"
 
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[float], plain: Sequence[float], *, written: bool
+    ) -> None:
+        """Adds tokens; `written` says whether the policy wrote them."""
+        self.token_ids += tokens
+        self.logprobs += logprobs
+        self.plain_logprobs += plain
+        self.written += [written] * len(tokens)
+
 
 Reply = Callable[[int, int, Completion], Sequence[int] | None]
 """Called with (request, number of the completion, the completion so far) when one ends at a stop: the tokens that a

@@ -277,11 +277,8 @@ class _Run:
         self.store.remove(ended)
 
     def _append(self, row: _Row, tokens: Sequence[int], logprob: float, plain: float, written: bool) -> None:
-        completion, count = row.completion, len(tokens)
-        completion.token_ids += tokens
-        completion.logprobs += [logprob] * count
-        completion.plain_logprobs += [plain] * count
-        completion.written += [written] * count
+        count = len(tokens)
+        row.completion.append(tokens, [logprob] * count, [plain] * count, written=written)
         if self.sampling.repetition_penalty != 1:
             row.used.update(dict.fromkeys(tokens))
 

@@ -33,6 +33,7 @@ from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.ops.counter_random import stream_key
 from lowtide.rollout.generators.generator import Completion, Lengths, Reply, Request, Sampling
 from lowtide.rollout.generators.policy import check_requests, not_finite, writing
+from lowtide.rollout.generators.rows import Row, write_turns
 from lowtide.rollout.generators.stops import Stops
 
 
@@ -63,74 +64,24 @@ class TransformersGenerator:
         if any(request.images for request in requests):
             raise ValueError("`TransformersGenerator` writes after text alone: images need `RaggedGenerator`")
         stops = Stops(sampling, self.tokenizer)
-        rows = [
-            _Row(request, number, requests[request].prompt_ids, self._most(request, number, sampling))
-            for request in range(len(requests))
-            for number in range(requests[request].count)
-        ]
         seeds = [request.seed for request in requests]
-        pending, turn = rows, 0
-        with writing(model), _seeded(embedding_weight(model).device):
-            while pending:
-                torch.manual_seed(stream_key(*seeds, turn))
-                size = self.rows or len(pending)
-                for start in range(0, len(pending), size):
-                    part = pending[start : start + size]
-                    if sampling.others:
-                        _write_otherwise(model, part, sampling, stops, self.tokenizer)
-                    else:
-                        _write(model, part, sampling, stops)
-                pending, turn = [row for row in pending if row.goes_on(reply)], turn + 1
-        completions = iter(row.completion for row in rows)
-        return [[next(completions) for _ in range(request.count)] for request in requests]
 
-    def _most(self, request: int, number: int, sampling: Sampling) -> int:
-        most = sampling.max_new_tokens
-        return most if self.lengths is None else min(most, self.lengths(request, number))
+        def turns(rows: list[Row], turn: int) -> None:
+            torch.manual_seed(stream_key(*seeds, turn))
+            size = self.rows or len(rows)
+            for start in range(0, len(rows), size):
+                part = rows[start : start + size]
+                if sampling.others:
+                    _write_otherwise(model, part, sampling, stops, self.tokenizer)
+                else:
+                    _write(model, part, sampling, stops)
+
+        device = embedding_weight(model).device
+        with writing(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return write_turns(turns, requests, sampling, reply, self.lengths)
 
 
-class _Row:
-    """A completion that is being written."""
-
-    def __init__(self, request: int, number: int, prompt: Sequence[int], most: int):
-        self.request, self.number, self.prompt, self.most = request, number, list(prompt), most
-        self.completion, self.turn = Completion(), 0
-
-    @property
-    def left(self) -> int:
-        return self.most - len(self.completion.token_ids)
-
-    def append(self, tokens: Sequence[int], logprobs: Sequence[float], plain: Sequence[float], written: bool) -> None:
-        """Adds tokens to the completion."""
-        completion = self.completion
-        completion.token_ids += tokens
-        completion.logprobs += logprobs
-        completion.plain_logprobs += plain
-        completion.written += [written] * len(tokens)
-
-    def goes_on(self, reply: Reply | None) -> bool:
-        """Whether there is more to write, after what is returned to the completion."""
-        if reply is None or self.completion.finish != "stop" or self.left == 0:
-            return False
-        found = reply(self.request, self.number, self.completion)
-        if found is None:
-            return False
-        tokens = [int(token) for token in found][: self.left]
-        self.append(tokens, [0.0] * len(tokens), [0.0] * len(tokens), written=False)
-        self.turn = len(self.completion.token_ids)
-        self.completion.finish = "length"
-        return self.left > 0
-
-
-@contextlib.contextmanager
-def _seeded(device: torch.device) -> Iterator[None]:
-    """Afterwards the random state of torch is what it was."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        yield
-
-
-def _write(model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: Stops) -> None:
+def _write(model: nn.Module, rows: Sequence[Row], sampling: Sampling, stops: Stops) -> None:
     """Writes one turn of some completions."""
     inner, writer = _writers(model)
     input_ids, mask = _left_padded(rows, embedding_weight(model).device)
@@ -158,11 +109,11 @@ def _write(model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: St
     tokens = found[:, width:].tolist()
     for place, row in enumerate(rows):
         count, finish = ends.ended[place] or (row.left, "length")
-        row.append(tokens[place][:count], logprobs[place][:count], plain[place][:count], written=True)
+        row.completion.append(tokens[place][:count], logprobs[place][:count], plain[place][:count], written=True)
         row.completion.finish = finish
 
 
-def _write_otherwise(model: nn.Module, rows: Sequence[_Row], sampling: Sampling, stops: Stops, tokenizer: Any) -> None:
+def _write_otherwise(model: nn.Module, rows: Sequence[Row], sampling: Sampling, stops: Stops, tokenizer: Any) -> None:
     """Writes one turn of some completions with settings whose distribution is transformers' own, such as beams'. The
     log-probabilities are not known afterwards (NaN)."""
     inner, writer = _writers(model)
@@ -192,7 +143,7 @@ def _write_otherwise(model: nn.Module, rows: Sequence[_Row], sampling: Sampling,
         most = min(row.left, len(tokens))
         ends = next((count for count in range(1, most + 1) if stops.at_end(tokens[:count])), None)
         count = most if ends is None else ends
-        row.append(tokens[:count], [math.nan] * count, [math.nan] * count, written=True)
+        row.completion.append(tokens[:count], [math.nan] * count, [math.nan] * count, written=True)
         row.completion.finish = "length" if ends is None else "stop"
 
 
@@ -202,7 +153,7 @@ def _writers(model: nn.Module) -> tuple[Any, Any]:
     return inner, model if prompt_config(model) is not None else inner
 
 
-def _left_padded(rows: Sequence[_Row], device: torch.device) -> tuple[Tensor, Tensor]:
+def _left_padded(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor]:
     """(tokens, mask), [rows, longest]: what stands before what is written; padding repeats a prompt's first token."""
     prompts = [row.prompt + row.completion.token_ids for row in rows]
     width = max(map(len, prompts))
@@ -227,7 +178,7 @@ def _no_defaults(*models: Any) -> Iterator[None]:
 class _Record(LogitsProcessor):
     """Makes the distribution that is drawn from, and remembers the log-probabilities of what was drawn."""
 
-    def __init__(self, rows: Sequence[_Row], sampling: Sampling):
+    def __init__(self, rows: Sequence[Row], sampling: Sampling):
         self.rows, self.sampling = rows, sampling
         self.logprobs: list[Tensor] = []
         self.plain: list[Tensor] = []
@@ -277,7 +228,7 @@ def _processors(sampling: Sampling) -> LogitsProcessorList:
 class _Ends(StoppingCriteria):
     """Says which rows are over, and remembers where and why they ended."""
 
-    def __init__(self, rows: Sequence[_Row], width: int, stops: Stops):
+    def __init__(self, rows: Sequence[Row], width: int, stops: Stops):
         self.rows, self.width, self.stops = rows, width, stops
         self.ended: list[tuple[int, Any] | None] = [None] * len(rows)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lowtide.ops.counter_random import stream_key
 from lowtide.rollout.generators.generator import Completion, Finish, Reply, Request, Sampling
+from lowtide.rollout.generators.rows import Row, write_turns
 
 UNKNOWN = float("nan")
 
@@ -44,46 +45,22 @@ def write_all(
 
     Their `plain_logprobs` are unknown: what the policy is scored by is for the policy itself to say.
     """
-    rows = [
-        (request, number, Completion()) for request in range(len(requests)) for number in range(requests[request].count)
-    ]
-    pending, turn = rows, 0
-    while pending:
-        turns = [
+
+    def turns(rows: list[Row], turn: int) -> None:
+        asked = [
             Turn(
-                [*requests[request].prompt_ids, *completion.token_ids],
-                stream_key(requests[request].seed, number, turn) & ((1 << 63) - 1),
-                sampling.max_new_tokens - len(completion.token_ids),
+                [*row.prompt, *row.completion.token_ids],
+                stream_key(requests[row.request].seed, row.number, turn) & ((1 << 63) - 1),
+                row.left,
             )
-            for request, number, completion in pending
+            for row in rows
         ]
-        for (_, _, completion), found in zip(pending, write(turns, sampling), strict=True):
-            _append(completion, found.token_ids, found.logprobs, written=True)
-            completion.finish = found.finish
-        pending, turn = [row for row in pending if _goes_on(*row, sampling.max_new_tokens, reply)], turn + 1
-    completions = iter(completion for _, _, completion in rows)
-    return [[next(completions) for _ in range(request.count)] for request in requests]
+        for row, found in zip(rows, write(asked, sampling), strict=True):
+            unknown = [UNKNOWN] * len(found.token_ids)
+            row.completion.append(found.token_ids, found.logprobs, unknown, written=True)
+            row.completion.finish = found.finish
 
-
-def _append(completion: Completion, token_ids: list[int], logprobs: list[float], *, written: bool) -> None:
-    completion.token_ids += token_ids
-    completion.logprobs += logprobs
-    completion.plain_logprobs += [UNKNOWN] * len(token_ids)
-    completion.written += [written] * len(token_ids)
-
-
-def _goes_on(request: int, number: int, completion: Completion, most: int, reply: Reply | None) -> bool:
-    """Whether there is more to write, after what is returned to the completion."""
-    left = most - len(completion.token_ids)
-    if reply is None or completion.finish != "stop" or left == 0:
-        return False
-    found = reply(request, number, completion)
-    if found is None:
-        return False
-    tokens = [int(token) for token in found][:left]
-    _append(completion, tokens, [0.0] * len(tokens), written=False)
-    completion.finish = "length"
-    return len(tokens) < left
+    return write_turns(turns, requests, sampling, reply)
 
 
 def check_length(requests: Sequence[Request], sampling: Sampling, longest: int | None, remedy: str) -> None:

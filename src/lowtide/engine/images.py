@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
@@ -259,7 +259,8 @@ def _encoded(model: Any, inputs: Mapping[str, Tensor]) -> Any:
         return EncodedImages([found.pooler_output], layers and [[layer] for layer in layers])
     if kind in PACKS_TILES:
         with without_modes():
-            seen = _seen_patches(inputs[PIXEL_MASK][0], model.config.vision_config.patch_size)
+            size = model.config.vision_config.patch_size  # a patch is seen that holds pixels which are no padding
+            seen = inputs[PIXEL_MASK][0].unfold(1, size, size).unfold(2, size, size).sum((-1, -2)) > 0
             masks = contextlib.nullcontext() if seen.all() else masks_built()  # tiles are whole, but for odd sizes
         with masks:
             tiles, seen = pixels[0].to(model.dtype), seen.to(pixels.device)
@@ -269,8 +270,3 @@ def _encoded(model: Any, inputs: Mapping[str, Tensor]) -> Any:
     with masks_built():
         given = {name: value.to(pixels.device) for name, value in inputs.items() if name in taken}
         return model.get_image_features(**given, return_dict=True)
-
-
-def _seen_patches(mask: Int[Tensor, "tiles height width"], patch: int) -> Bool[Tensor, "tiles rows columns"]:
-    """Which patches of tiles hold pixels that are not padding."""
-    return mask.unfold(1, patch, patch).unfold(2, patch, patch).sum((-1, -2)) > 0

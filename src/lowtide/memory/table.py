@@ -34,6 +34,7 @@ COMPILED = "compiled layers hold the weights that they were compiled with: switc
 SEVERAL = "steps of several micro-batches keep their gradients to the end, as they would without it"
 LAYERS = ("use_liger_kernel", "torch_compile", "mlp_tile_tokens")
 EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
+STATES_AT_HOME = "the states of a model on the CPU are in host memory anyway"
 ANOTHER = "another optimizer"
 """The first words of `changes` of an optimizer other than AdamW."""
 OPTIMIZER = Choosing("optimizer")
@@ -124,15 +125,6 @@ def _no_partition(site: Site) -> str | None:
         f"torch_compile_backend={backend!r} does not choose what is kept for backward: take 'inductor', or leave "
         "activation_memory_budget out"
     )
-
-
-def _states_at_home(site: Site) -> str | None:
-    at_home = kind_of(site.device) == "cpu"
-    return "the states of a model on the CPU are in host memory anyway" if at_home else None
-
-
-def _no_liger(site: Site) -> str | None:
-    return None if site.device.type == "cuda" else "liger's kernels are Triton's, for a GPU"
 
 
 def _liger_refused(site: Site) -> str | None:
@@ -343,7 +335,7 @@ TECHNIQUES: dict[str, Technique] = {
             {"optimizer_states_on_host": True},
             chosen=Choosing("states", 1.2),
             lowers=("optimizer",),
-            idle=_states_at_home,
+            idle=lambda site: STATES_AT_HOME if kind_of(site.device) == "cpu" else None,
         ),
         Technique(
             "streamed base weights",
@@ -377,7 +369,7 @@ TECHNIQUES: dict[str, Technique] = {
             {"use_liger_kernel": True},
             lowers=("activations",),
             refused=_liger_refused,
-            idle=_no_liger,
+            idle=lambda site: None if site.device.type == "cuda" else "liger's kernels are Triton's, for a GPU",
             begin=_liger,
             needs=("liger_kernel",),
         ),

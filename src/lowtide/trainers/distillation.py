@@ -99,7 +99,8 @@ class DistillationTrainer(ReferenceTrainer):
         totals.add_mean("completions/clipped_ratio", sum(each.finish == "length" for each in found), count)
         completions = [[*itertools.takewhile(lambda token: token < self.common_tokens, c.token_ids)] for c in found]
         shown = None if reader is None else Shown(images, reader.position_rule)
-        return completed(prompts, [each or [self._end] for each in completions], shown)
+        end = cast(Any, self.tokenizer).eos_token_id or 0  # stands where nothing else is written
+        return completed(prompts, [each or [end] for each in completions], shown)
 
     def _share(self, rows: int) -> slice:
         """Of so many rows those whose completions this rank has written: a share where ranks split sequences."""
@@ -111,11 +112,6 @@ class DistillationTrainer(ReferenceTrainer):
         """Tokens that student and teacher both know: one may have further rows, which pad its vocabulary, and draw one
         of these, however unlikely, before which a completion ends."""
         return min(vocabulary(self.training_run.model), vocabulary(cast(Any, self.reference).model))
-
-    @property
-    def _end(self) -> int:
-        """What is written where nothing else is."""
-        return cast(Any, self.tokenizer).eos_token_id or 0
 
     def rehearsed_batch(self, rows: Any) -> RaggedBatch:
         """What a step is rehearsed on: completions as long as they get."""

@@ -91,9 +91,9 @@ class ReplacedTokens(Head):
         token_ids, mask = inputs["input_ids"], inputs.get("attention_mask")
         flat = token_ids.flatten()
         replaced = torch.zeros_like(flat, dtype=torch.bool)
-        logprobs, drawn = _generated(
-            cast(Any, cls.beside(model)), scores, inputs
-        )  # of no score too: others wait for it
+        asked = Scores(scores.index, scores.target, draws=scores.draws, accumulate=scores.accumulate, head=DrawnTokens)
+        found = cast(Any, cls.beside(model))(**inputs, scores=asked).stats  # of no score too: others wait for it
+        logprobs, drawn = found["logprobs"], found["drawn"]
         own = scores
         if held is not None:
             place, own = held(scores)
@@ -101,8 +101,8 @@ class ReplacedTokens(Head):
         flat = flat.index_copy(0, own.index, drawn)
         replaced = replaced.index_copy(0, own.index, drawn != own.target)
         present = torch.ones_like(replaced) if mask is None else mask.flatten().bool()
-        found = Replacements(logprobs, replaced, present)
-        return replace(scores, replacements=found), {**inputs, "input_ids": flat.view_as(token_ids)}
+        made = Replacements(logprobs, replaced, present)
+        return replace(scores, replacements=made), {**inputs, "input_ids": flat.view_as(token_ids)}
 
     @classmethod
     def outputs(cls, model: PreTrainedModel, hidden: Tensor, scores: Scores) -> ScoreOutput:
@@ -152,13 +152,6 @@ class DrawnTokens(MaskedLanguageModel):
         return ScoreOutput(stats=at_vocabulary(both))
 
 
-def _generated(generator: PreTrainedModel, scores: Scores, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The log-probabilities of the masked tokens, and what is drawn in their places."""
-    asked = Scores(scores.index, scores.target, draws=scores.draws, accumulate=scores.accumulate, head=DrawnTokens)
-    found = generator(**inputs, scores=asked).stats
-    return found["logprobs"], found["drawn"]
-
-
 # -- making it ---------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +172,11 @@ def _generator(model: PreTrainedModel, options: Any) -> PreTrainedModel:
         raise ValueError(
             f"generator_size={size} is of a new generator, and the model has one already: leave generator_size out"
         )
-    config = smaller(model.config, GENERATOR_SIZE if size is None else size) if known is None else _like(model, known)
+    config = (
+        smaller(model.config, GENERATOR_SIZE if size is None else size)
+        if known is None
+        else type(model.config).from_dict({**known})
+    )
     with torch.device(like.device):
         generator = AutoModelForMaskedLM.from_config(config, dtype=like.dtype)
     saved = {} if known is None else saved_module(model.config.name_or_path or "", GENERATOR)
@@ -196,10 +193,6 @@ def smaller(config: PretrainedConfig, share: float) -> PretrainedConfig:
     made.intermediate_size = max(1, round(config.intermediate_size * share))
     made.name_or_path = ""
     return made
-
-
-def _like(model: PreTrainedModel, known: dict[str, Any]) -> PretrainedConfig:
-    return type(model.config).from_dict({**known})
 
 
 def _check_tokens(model: PreTrainedModel, generator: PreTrainedModel, name: str) -> None:

@@ -70,7 +70,7 @@ def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) 
 def _check_found(name: str, model: Any, found: dict[str, Any], *, new_head: bool, accepts: bool) -> None:
     """Refuses weights that were drawn at random, but for those that are meant to be; says which these are."""
     body = f"{model.base_model_prefix}."
-    of_body = new_head and not _is_saved_with_head(model)
+    of_body = new_head and type(model).__name__ not in (getattr(model.config, "architectures", None) or ())
     pooler = f"{body}pooler."  # a part of the head, which language models do without
     outside = (key for key in found["missing_keys"] if not key.startswith(body) or key.startswith(pooler))
     new = sorted(outside if of_body else ())
@@ -95,11 +95,6 @@ def _check_found(name: str, model: Any, found: dict[str, Any], *, new_head: bool
     vars(model)[NEW] = tuple(new)
     if new:
         logger.warning(f"model {name!r}: {some_of(new)} is new: it begins with random values")
-
-
-def _is_saved_with_head(model: Any) -> bool:
-    """Whether the files are said to be of this very class, so that a head that they lack was lost."""
-    return type(model).__name__ in (getattr(model.config, "architectures", None) or ())
 
 
 def new_modules(model: Any) -> list[str]:

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -57,26 +57,6 @@ def hold(tensor: Tensor) -> Held:
     return Stayed.as_it_is(tensor) if offload is None else offload.hold(tensor)
 
 
-class Store(Protocol):
-    """Where storages go."""
-
-    def needs(self, size: int, /) -> int:
-        """Bytes that a copy of so many takes there."""
-        ...
-
-    def put(self, tensor: Tensor, /) -> Any:
-        """Takes a copy of the storage of a tensor; what is returned stands for it, and tells its `bytes`."""
-        ...
-
-    def get(self, stored: Any, /) -> UntypedStorage:
-        """The copy, on the device again."""
-        ...
-
-    def free(self, stored: Any, /) -> None:
-        """The copy is not wanted any more."""
-        ...
-
-
 class Nowhere:
     """Where the storages of fake tensors go, which have sizes and no bytes."""
 
@@ -96,6 +76,10 @@ class Nowhere:
 
     def free(self, stored: Size) -> None:
         pass
+
+
+Store = SpillFile | PinnedHost | Nowhere
+"""Where storages go; what `put` returns stands for a copy, and tells its `bytes`."""
 
 
 class ActivationOffload:

@@ -69,7 +69,7 @@ def predict_states(model: nn.Module, optimizer: str) -> States:
         optimizer: name as in `TrainingArguments.optim`.
     """
     weights = gradients = 0
-    for parameter in _unique(model):
+    for parameter in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
         stored = 2 if parameter.requires_grad and optimizer in IN_BFLOAT16 else parameter.element_size()
         here = local_of(parameter).numel() * stored
         weights += here
@@ -114,8 +114,3 @@ def wants_room(optimizer: Any) -> bool:
     paged = on_gpu and getattr(optimizer, "is_paged", False)
     made = any(isinstance(v, Tensor) and v.dim() > 0 for state in optimizer.state.values() for v in state.values())
     return not made and not paged and not hasattr(optimizer, "host_states")
-
-
-def _unique(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, each once."""
-    return list({id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values())

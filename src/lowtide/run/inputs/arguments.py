@@ -29,14 +29,6 @@ class Argument:
     """In words, for a message."""
 
 
-def _is_model(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike | nn.Module)
-
-
-def _is_tokenizer(value: Any) -> bool:
-    return isinstance(getattr(value, "tokenizer", value), PreTrainedTokenizerBase)  # a processor has one
-
-
 def _are_callbacks(value: Any) -> bool:
     if not isinstance(value, list):
         return False
@@ -59,13 +51,18 @@ def _is_class_with_arguments(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2 and callable(value[0]) and isinstance(value[1], Mapping)
 
 
-MODEL = Argument(_is_model, "a model's name or folder, or a loaded model")
+MODEL = Argument(
+    lambda value: isinstance(value, str | os.PathLike | nn.Module), "a model's name or folder, or a loaded model"
+)
 ARGUMENTS: dict[str, Argument] = {
     "model": MODEL,
     "ref_model": MODEL,
     "teacher_model": MODEL,
     "args": Argument(lambda value: isinstance(value, TrainingArguments), "a config: {config}(...)"),
-    "processing_class": Argument(_is_tokenizer, "a tokenizer: AutoTokenizer.from_pretrained(...)"),
+    "processing_class": Argument(
+        lambda value: isinstance(getattr(value, "tokenizer", value), PreTrainedTokenizerBase),  # a processor has one
+        "a tokenizer: AutoTokenizer.from_pretrained(...)",
+    ),
     "data_collator": Argument(callable, "a function of a list of rows"),
     "formatting_func": Argument(callable, "a function of a row"),
     "compute_loss_func": Argument(callable, "a function of outputs, labels and num_items_in_batch"),

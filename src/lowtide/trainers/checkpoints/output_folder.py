@@ -28,7 +28,8 @@ def check_output(folder: Path, read: Mapping[str, Any]) -> None:
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir={str(folder)!r} is a file: name a folder, or one that is not there yet")
     for name, value in read.items():
-        if isinstance(value, str | os.PathLike) and os.fspath(value) and _is_same(Path(value), folder):
+        path = Path(value) if isinstance(value, str | os.PathLike) and os.fspath(value) else None
+        if path is not None and path.is_dir() and path.expanduser().resolve() == folder.resolve():
             raise ValueError(
                 f"output_dir={str(folder)!r} is the folder of {name} too, whose files the run would write over: name "
                 "another output_dir"
@@ -38,7 +39,3 @@ def check_output(folder: Path, read: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{path} is a file, and a run makes a folder of that name: move it away, or name another output_dir"
             )
-
-
-def _is_same(path: Path, folder: Path) -> bool:
-    return path.is_dir() and path.expanduser().resolve() == folder.resolve()

@@ -137,7 +137,7 @@ class Resuming:
             notes += [f"resuming from {chosen.folder}: {note}" for note in differences(record, now)]
         else:
             lost |= check_states(self.trainer, chosen.folder / OPTIMIZER) if not {*lost} & {OPTIMIZER} else {}
-        left_out = tuple(name for name in LOSSES if any(_matches(name, each) for each in lost))
+        left_out = tuple(name for name in LOSSES if any(Path(each).match(name) for each in lost))
         if lost and not without:
             raise ValueError(
                 f"{chosen.folder} cannot be resumed from as it is: {said(lost)}. Resume from another checkpoint, or go "
@@ -239,17 +239,15 @@ class Resuming:
         """The states of optimizer and schedule, and what else steps leave behind."""
         left_out = () if self.resumption is None else self.resumption.left_out
         with loading_projectors(unwrap_optimizer(self.trainer.optimizer)):
-            if checkpoint is not None and ({OPTIMIZERS, SCHEDULER} & {*left_out} or self._cut_states(checkpoint)):
-                self._load_some(Path(checkpoint), left_out)
+            folder = None if checkpoint is None else Path(checkpoint)
+            cut = states_are_cut(self.trainer.model, self.trainer.optimizer)
+            in_parts = folder is not None and (cut or len(optimizer_files(folder)) > 1)
+            if folder is not None and (in_parts or {OPTIMIZERS, SCHEDULER} & {*left_out}):
+                self._load_some(folder, left_out)
             else:
                 theirs()
         if state := saved_run_state(checkpoint):
             self.trainer.set_run_state(state)
-
-    def _cut_states(self, checkpoint: str) -> bool:
-        """Whether optimizer states lie in shards, here or in a checkpoint."""
-        cut = states_are_cut(self.trainer.model, self.trainer.optimizer)
-        return cut or len(optimizer_files(Path(checkpoint))) > 1
 
     def _load_some(self, checkpoint: Path, left_out: tuple[str, ...]) -> None:
         """The states of optimizer and scheduler but for those that are left out."""
@@ -307,10 +305,6 @@ def _lacking(folder: Path) -> dict[str, str]:
     if len(found) == len(LOSSES):
         return dict.fromkeys(found, "it is missing (saved with save_only_model=True?)")
     return found
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return Path(name).match(pattern)
 
 
 def _meaning(left_out: tuple[str, ...]) -> str:

@@ -86,7 +86,8 @@ def unfit_states(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
             f"it is of the stages of pipeline_parallel_size={stages}, and this run has pipeline_parallel_size="
             f"{now['stages']}"
         )
-    elif _parts_differ(parts := then.get("parts", {}), now["parts"]):
+    elif (parts := then.get("parts", {})) and parts != now["parts"] and MESH in {*parts, *now["parts"]}:
+        # parts that are no rows, here or there
         found[OPTIMIZER] = (
             f"it is of layers that were split {_parts(parts)}, which cannot be cut anew for layers that are split "
             f"{_parts(now['parts'])}"
@@ -98,11 +99,6 @@ def unfit_states(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, s
     if then["scheduler"] != now["scheduler"] and OF_METRICS & {then["scheduler"], now["scheduler"]}:
         found[SCHEDULER] = f"it is of {then['scheduler']}, and this run's schedule is {now['scheduler']}"
     return found
-
-
-def _parts_differ(then: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    """Whether states are of parts that are no rows, here or there. Whole ones can be cut anew."""
-    return bool(then) and then != now and MESH in {*then, *now}
 
 
 def _parts(parts: Mapping[str, int]) -> str:

@@ -30,6 +30,8 @@ WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
     "adapter_model.safetensors", "adapter_model.bin", "shard-*-of-*.safetensors",
 )  # fmt: skip
+READ = (".json", ".safetensors", ".bin", ".pt", ".pth")
+"""How the names of files end that a resumed run reads."""
 UNREAD = {"training_args.bin", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 """Files of a checkpoint that no resumed run reads; users may change them."""
 
@@ -67,7 +69,8 @@ def damage(folder: Path) -> dict[str, str]:
     except (ValueError, KeyError, AttributeError) as error:
         return {MANIFEST: f"it cannot be read ({error})"}
     for name, entry in (manifest or {}).items():
-        if _is_read(name) and (reason := difference(folder / name, entry)):
+        is_read = Path(name).suffix in READ and Path(name).name not in UNREAD
+        if is_read and (reason := difference(folder / name, entry)):
             found[name] = reason
     for path, check in _checks(folder, sealed=manifest is not None):
         name = path.relative_to(folder).as_posix()
@@ -84,10 +87,6 @@ def damage(folder: Path) -> dict[str, str]:
     if not _weights(folder):
         found.setdefault("model.safetensors", "it is missing")
     return found
-
-
-def _is_read(name: str) -> bool:
-    return Path(name).suffix in (".json", ".safetensors", ".bin", ".pt", ".pth") and Path(name).name not in UNREAD
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -33,7 +33,8 @@ def check_states(trainer: Any, path: Path) -> dict[str, str]:
     foreign = _foreign(trainer, saved)
     if foreign:
         return {OPTIMIZER: f"it is of another optimizer than this run's {kind.__name__}: it {foreign}"}
-    moments = [state["exp_avg"] for state in saved["state"].values() if _is_plain(state.get("exp_avg"))]
+    first = (state.get("exp_avg") for state in saved["state"].values())
+    moments = [each for each in first if isinstance(each, Tensor) and each.is_floating_point()]
     shapes = sorted(tuple(p.shape) for p in trained)
     if kind in KNOWN and len(moments) == count and sorted(tuple(m.shape) for m in moments) != shapes:
         return {OPTIMIZER: "its moments have other shapes than this run's parameters"}
@@ -51,7 +52,3 @@ def _foreign(trainer: Any, saved: Mapping[str, Any]) -> str:
     if others := names - known:
         return f"holds {min(others)}"
     return "" if names >= MOMENTS else "holds no moments"
-
-
-def _is_plain(moment: Any) -> bool:
-    return isinstance(moment, Tensor) and moment.is_floating_point()

@@ -35,8 +35,8 @@ def write_reason(error: BaseException, folder: Path) -> str:
         number = errno.ENOSPC if "os error 28" in text else errno.EFBIG if "os error 27" in text else _probe(folder)
     if number in DISK_FULL:
         return DISK_FULL[number]
-    limit = _largest_file()
-    if limit is not None and (number == errno.EFBIG or isinstance(error, RuntimeError)):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and (number == errno.EFBIG or isinstance(error, RuntimeError)):
         return f"a file of this process may have {bytes_text(limit)} at most (`ulimit -f`): File too large"
     return text
 
@@ -73,9 +73,3 @@ def _probe(folder: Path) -> int | None:
     except OSError as error:
         return error.errno
     return None
-
-
-def _largest_file() -> int | None:
-    """The size at which files of this process end; None where they do not."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return None if limit == resource.RLIM_INFINITY else limit

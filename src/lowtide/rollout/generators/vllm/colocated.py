@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from lowtide.engine.forward import embedding_weight
 from lowtide.memory.allocators.out_of_memory import free_caches
 from lowtide.rollout.generators.generator import Completion, Reply, Request, Sampling
+from lowtide.rollout.generators.vllm.engine import Engine
 from lowtide.rollout.generators.vllm.label import Label, StaleWeights
-from lowtide.rollout.generators.vllm.server import Served
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, check_answer, check_length, write_all
 from lowtide.rollout.generators.vllm.weights import MAX_BUCKET_BYTES, Copies, buckets
-
-
-class Sleeping(Served, Protocol):
-    """What a colocated generator needs of an engine."""
-
-    max_model_length: int
-
-    def sleep(self) -> None: ...
-
-    def wake(self, what: str) -> None: ...
 
 
 class VLLMColocatedGenerator:
@@ -41,7 +31,7 @@ class VLLMColocatedGenerator:
     """
 
     def __init__(self, engine: Any, *, sleeps: bool = False, bucket_bytes: int = MAX_BUCKET_BYTES) -> None:
-        self.engine: Sleeping = engine
+        self.engine: Engine = engine
         self.sleeps, self.bucket_bytes = sleeps, bucket_bytes
         self.run = uuid.uuid4().hex
         self.label: Label | None = None

@@ -131,8 +131,10 @@ class Service:
         fitting = []
         for job in jobs:
             assert job.asked is not None
-            if self.label is None or not _fits(job.asked[2], self.label):
-                job.error = Conflict(f"the weights that are held are {self.label}, and not {job.asked[2]}")
+            expected, held = job.asked[2], self.label
+            fits = held is not None and isinstance(expected, dict) and expected.items() <= held.items()
+            if not fits:
+                job.error = Conflict(f"the weights that are held are {held}, and not {expected}")
             else:
                 fitting.append(job)
         found = self.engine.write([(job.asked[0], job.asked[1]) for job in fitting]) if fitting else []
@@ -210,10 +212,6 @@ def _check_label(label: Any) -> None:
         raise ValueError("a label of weights has a run's name, the number of its step and that of its copy")
     if label.keys() != {"run", "version", "copy"}:
         raise ValueError("a label of weights has `run`, `version` and `copy`, and nothing else")
-
-
-def _fits(expected: Any, held: dict[str, Any]) -> bool:
-    return isinstance(expected, dict) and all(held.get(name) == value for name, value in expected.items())
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ with the same result; that path is also the reference that the ragged one is tes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -165,6 +165,20 @@ def computing(model: nn.Module) -> AbstractContextManager:
     if dtype is None:
         return nullcontext()
     return torch.autocast(embedding_weight(model).device.type, dtype, cache_enabled=False)
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Around forwards without gradients and without dropout; afterwards each module is in the mode that it was in."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def sequence_of(model: nn.Module) -> SequenceParallel | None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.compat.transformers import attends_both_ways
-from lowtide.engine.forward import causal_model, embedding_weight, score
+from lowtide.engine.forward import causal_model, embedding_weight, inference, score
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.images import TYPES
-from lowtide.engine.probe import TOLERANCE, inference
+from lowtide.engine.probe import TOLERANCE
 from lowtide.engine.vision import position_rule
 from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
 from lowtide.ragged import RaggedBatch, SegmentImage, Shown

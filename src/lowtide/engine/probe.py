@@ -10,11 +10,10 @@ padded rows move too (scales of quantization that are a batch's).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +27,7 @@ from lowtide.engine.forward import (
     causal_model,
     computing,
     embedding_weight,
+    inference,
     install,
     model_beside,
     score,
@@ -303,15 +303,3 @@ def _dense(model: nn.Module, head: type[Head], batch: RaggedBatch) -> Tensor:
         stats = head.dense_stats(logits, batch.score_index[own] - part.start, batch.score_target[own], part.length)
         found.append(ScoreOutput(stats=stats).scored)
     return torch.cat(found)
-
-
-@contextlib.contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Around forwards without gradients and without dropout."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

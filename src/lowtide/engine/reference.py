@@ -7,7 +7,6 @@ reference is resident; the policy with frozen copies of its trained weights, whe
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.engine.adapters import adapter_of, adapters_off
-from lowtide.engine.forward import causal_model, embedding_weight, install, score_shared
+from lowtide.engine.forward import causal_model, embedding_weight, inference, install, score_shared
 from lowtide.engine.heads.head import HIDDEN, STATES, Head, Scores, TeacherStates
 from lowtide.engine.heads.head_parts import head_parts, projection_of
 from lowtide.engine.heads.hidden_states import HiddenStates
@@ -175,7 +174,6 @@ class FrozenModel(ReferenceModel):
         return effective_weights(causal_model(policy), "", dtype, dtype)
 
 
-@torch.no_grad()
 def logprobs(
     model: nn.Module,
     batch: RaggedBatch,
@@ -190,12 +188,11 @@ def logprobs(
         temperature: divisor of the logits.
         head: another one gives other numbers in their place, through its own adapter where the model has one.
     """
-    with _in_evaluation(model), adapter_of(model, head):
+    with inference(model), adapter_of(model, head):
         scores = Scores(batch.score_index, batch.score_target, temperature=temperature, head=head)
         return score_shared(model, batch, scores, padding_free=padding_free).scored
 
 
-@torch.no_grad()
 def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool, placed: bool = False) -> Tensor:
     """[scores, hidden]: a model's hidden states at the scores of a micro-batch, without gradient and without dropout;
     of no width on ranks that have layers of their own, and not the head.
@@ -204,7 +201,7 @@ def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool, 
         placed: where ranks split the tokens, a rank has its own states in their places, and 0 in those of others. By
             default it has its own alone.
     """
-    with _in_evaluation(model):
+    with inference(model):
         scores = Scores(batch.score_index, batch.score_target, head=HiddenStates, placed=placed)
         found = score_shared(model, batch, scores, padding_free=padding_free).stats
     return found[STATES] if STATES in found else found[HIDDEN].new_empty(batch.scores, 0)
@@ -217,15 +214,3 @@ def teaching(model: nn.Module, states: Tensor) -> TeacherStates | None:
     if (stage := stage_of(inner)) is not None and not stage.pipeline.is_last:
         return None
     return TeacherStates(states, head_parts(inner), projection_of(inner.config))
-
-
-@contextlib.contextmanager
-def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    if not model.training:  # either way looks at every module
-        yield
-        return
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train()

@@ -1,13 +1,11 @@
-"""What every generator does around its work: checks of what is asked, and the mode that the model writes in."""
+"""What every generator checks of what is asked, and says of logits that nothing can be drawn from."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from lowtide.engine.forward import causal_model, vocabulary
@@ -15,20 +13,6 @@ from lowtide.engine.positions import position_table
 from lowtide.rollout.generators.generator import Request, Sampling
 
 logger = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def writing(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Sampling) -> None:

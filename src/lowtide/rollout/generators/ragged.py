@@ -18,14 +18,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.forward import causal_model, embedding_weight, read_next
+from lowtide.engine.forward import causal_model, embedding_weight, inference, read_next
 from lowtide.engine.vision import position_rule
 from lowtide.ops.counter_random import stream_key
 from lowtide.ragged import SegmentImage
 from lowtide.rollout.generators.cache import Group, KeyStore, Line, padded_tokens
 from lowtide.rollout.generators.generator import Completion, Finish, Lengths, Reply, Request, Sampling
 from lowtide.rollout.generators.plans import NextPlan, PromptPlan, RepliesPlan
-from lowtide.rollout.generators.policy import check_requests, not_finite, writing
+from lowtide.rollout.generators.policy import check_requests, not_finite
 from lowtide.rollout.generators.sampling import Streams, draw_tokens
 from lowtide.rollout.generators.stops import Stops
 from lowtide.rollout.generators.support import why_not
@@ -72,7 +72,7 @@ class RaggedGenerator:
         self._check_budget(requests, sampling)
         run = _Run(model, requests, sampling, Stops(sampling, self.tokenizer))
         run.budget, run.reply, run.lengths = self.budget, reply, self.lengths
-        with writing(model):
+        with inference(model):
             run.finish()
         return run.completions
 

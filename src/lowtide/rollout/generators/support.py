@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.attention import NAME
-from lowtide.engine.forward import COMPUTED_IN, causal_model, embedding_weight, read_next, vocabulary
+from lowtide.engine.forward import COMPUTED_IN, causal_model, embedding_weight, inference, read_next, vocabulary
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.layers import convolution
@@ -21,7 +21,6 @@ from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.generators.cache import Group, KeyStore, Line
 from lowtide.rollout.generators.plans import NextPlan, PromptPlan, RepliesPlan
-from lowtide.rollout.generators.policy import writing
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose only reach across tokens is attention."""
@@ -70,7 +69,7 @@ def _disproof(model: nn.Module) -> str | None:
     """What is wrong with what the model says token by token, compared with what it says of whole rows."""
     weight = embedding_weight(model)
     try:
-        with writing(model):
+        with inference(model):
             at_once = _at_once(model)
             if at_once.isnan().any():
                 return None  # the weights are not finite: writing says so

@@ -28,11 +28,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowtide.engine.forward import causal_model, computing, embedding_weight
+from lowtide.engine.forward import causal_model, computing, embedding_weight, inference
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.ops.counter_random import stream_key
 from lowtide.rollout.generators.generator import Completion, Lengths, Reply, Request, Sampling
-from lowtide.rollout.generators.policy import check_requests, not_finite, writing
+from lowtide.rollout.generators.policy import check_requests, not_finite
 from lowtide.rollout.generators.rows import Row, write_turns
 from lowtide.rollout.generators.stops import Stops
 
@@ -77,7 +77,7 @@ class TransformersGenerator:
                     _write(model, part, sampling, stops)
 
         device = embedding_weight(model).device
-        with writing(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with inference(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
             return write_turns(turns, requests, sampling, reply, self.lengths)
 
 

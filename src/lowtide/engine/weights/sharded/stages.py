@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import attention_implementation, checkpointed_layers
 from lowtide.engine.attention import NAME
-from lowtide.engine.forward import causal_model, score
+from lowtide.engine.forward import causal_model, inference, score
 from lowtide.engine.heads.head import HIDDEN
 from lowtide.engine.over_ranks.stage import STAGE, Elsewhere, NoEmbedding, Stage, stage_of
-from lowtide.engine.probe import inference, tiny_batch
+from lowtide.engine.probe import tiny_batch
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.shards import equal_weights

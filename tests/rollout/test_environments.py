@@ -161,8 +161,8 @@ def test_what_goes_wrong():
         Environments({"a": 3})
     with pytest.raises(ValueError, match=r"'cuont'.*count, quiet; did you mean 'count'"):
         Environments({"count": Counter, "quiet": Silent}).take([{"environment": "cuont"}])
-    with pytest.raises(ValueError, match=r"row 7 .*reset of the environment Counter raised TypeError"):
-        use(Counter).start([{"prompt": [{"role": "user", "content": "x"}]}], max_completion_length=9, numbers=[7])
+    with pytest.raises(ValueError, match=r"row 0 .*reset of the environment Counter raised TypeError"):
+        use(Counter).start([{"prompt": [{"role": "user", "content": "x"}]}], max_completion_length=9)
     with pytest.raises(ValueError, match=r"row 0 .*need conversations"):
         use(Counter).start([{"prompt": "x", "start": 1}], max_completion_length=9)
     with pytest.raises(ValueError, match="max_tool_calling_iterations=-1"):

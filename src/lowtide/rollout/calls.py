@@ -134,7 +134,7 @@ class Caller:
 
     Args:
         timeout: seconds; None for no limit.
-        loop: what async functions run on, where others share it.
+        loop: what async functions run on; by default one of its own.
     """
 
     def __init__(self, timeout: float | None = None, loop: EventLoop | None = None) -> None:

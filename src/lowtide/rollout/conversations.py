@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lowtide.data.encode.chat import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
 from lowtide.ranks.group import RankGroup
-from lowtide.rollout.calls import Caller, EventLoop
+from lowtide.rollout.calls import Caller
 from lowtide.rollout.environments import Environments
 from lowtide.rollout.generators.generator import Completion, Request
 from lowtide.rollout.tools import Schema, Tool, answer_calls, tool_schemas, tools_by_name
@@ -57,7 +57,6 @@ class ToolUse:
         environment_factory: makes an environment for a completion; or several by name (see `Environments`).
         max_tool_calling_iterations: turns of a completion whose calls are answered; None for no limit.
         timeout: seconds that a tool may take before the policy reads that it took too long; None for no limit.
-        loop: what async tools run on, where rewards share it.
         ranks: those that write the same tokens together. All of them call tools and environments, which may answer each
             otherwise: what the first was answered is what all go on with.
 
@@ -73,12 +72,11 @@ class ToolUse:
         environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
         max_tool_calling_iterations: int | None = None,
         timeout: float | None = None,
-        loop: EventLoop | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
         if max_tool_calling_iterations is not None and max_tool_calling_iterations < 0:
             raise ValueError(f"max_tool_calling_iterations={max_tool_calling_iterations} must be at least 0, or None")
-        self.turns, self.caller = turns, Caller(timeout, loop)
+        self.turns, self.caller = turns, Caller(timeout)
         self.most_rounds, self.ranks = max_tool_calling_iterations, ranks
         self.tools = tools_by_name(tools or ())
         self.schemas = tool_schemas(list(self.tools.values()))
@@ -101,29 +99,24 @@ class ToolUse:
         rows: Sequence[Mapping[str, Any]],
         *,
         max_completion_length: int,
-        max_length: int | None = None,
-        numbers: Sequence[int] | None = None,
     ) -> Conversations:
         """Begins a rollout: a conversation for each row, whose environment is reset.
 
         Args:
             rows: one for each completion, a prompt's completions side by side.
             max_completion_length: most tokens of a completion, tools' answers counted.
-            max_length: most tokens of prompt and completion that the model or the generator takes.
-            numbers: of the dataset's rows, for messages.
 
         Raises:
             ValueError: a prompt is no conversation or cannot be rendered, or an environment's `reset` raised.
         """
         used = self.environments.take(rows) if self.environments is not None else [None] * len(rows)
         begun: list[Conversation] = []
-        for place, (row, environment) in enumerate(zip(rows, used, strict=True)):
+        for number, (row, environment) in enumerate(zip(rows, used, strict=True)):
             try:
                 begun.append(self._begin(row, environment, begun))
             except TEMPLATE_FAILURES as error:
-                number = place if numbers is None else numbers[place]
                 raise ValueError(f"row {number} (the first is 0): {error}") from error
-        return Conversations(self, begun, max_completion_length, max_length)
+        return Conversations(self, begun, max_completion_length)
 
     def _begin(self, row: Mapping[str, Any], environment: Any, begun: Sequence[Conversation]) -> Conversation:
         prompt = row.get("prompt", None if self.environments is None else NO_PROMPT)
@@ -144,11 +137,8 @@ class ToolUse:
 class Conversations:
     """The conversations of one rollout; called as a generator's `Reply`."""
 
-    def __init__(
-        self, use: ToolUse, conversations: list[Conversation], most: int, max_length: int | None = None
-    ) -> None:
-        self.use, self.all = use, conversations
-        self._most, self._max_length = most, max_length
+    def __init__(self, use: ToolUse, conversations: list[Conversation], most: int) -> None:
+        self.use, self.all, self._most = use, conversations, most
 
     def __len__(self) -> int:
         return len(self.all)
@@ -181,8 +171,7 @@ class Conversations:
         ended = completion.token_ids[-1] in self.use.turns.end_ids
         suffix = self.use.turns.after_tools(messages, ended=ended)
         tokens = len(completion.token_ids) + len(suffix)
-        longest = None if self._max_length is None else self._max_length - len(one.prompt_ids)
-        if tokens > self._most or (longest is not None and tokens >= longest):
+        if tokens > self._most:
             return None  # the answers would not fit, and are left out of the conversation
         one.messages += messages
         one.read = tokens

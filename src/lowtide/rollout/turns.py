@@ -49,7 +49,6 @@ class Turns:
 
     Args:
         tokenizer: of the policy.
-        template: a chat template in place of the tokenizer's own.
         template_kwargs: further keywords of the template.
         stop_ids: tokens that end a turn, beside the tokenizer's end token.
 
@@ -61,13 +60,12 @@ class Turns:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        template: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         stop_ids: Sequence[int] = (),
     ) -> None:
-        if template is None and not tokenizer.chat_template:
+        if not tokenizer.chat_template:
             raise ValueError("the prompts are conversations, and the tokenizer has no chat template: set one")
-        self.tokenizer, self.template = tokenizer, template
+        self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         own_end: Any = tokenizer.eos_token_id
         self.end_ids: frozenset[int] = frozenset(stop_ids if own_end is None else [*stop_ids, own_end])
@@ -83,7 +81,6 @@ class Turns:
         encoded: Any = self.tokenizer.apply_chat_template(
             list(messages),
             tools=list(schemas) or None,
-            chat_template=self.template,
             add_generation_prompt=generation_prompt,
             tokenize=True,
             return_dict=False,

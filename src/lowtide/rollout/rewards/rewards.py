@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lowtide.rollout.calls import Caller, EventLoop, name_of
+from lowtide.rollout.calls import Caller, name_of
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.functions import FunctionReward, call_functions, nothing
 from lowtide.rollout.rewards.models import ModelReward, RewardModelOptions, load_reward_model
@@ -41,7 +41,6 @@ class Rewards:
         processing_classes: the tokenizer of each reward model, None for the one saved beside it and for functions.
         timeout: seconds that each function may take (`reward_timeout`); None for no limit.
         models: how reward models run.
-        loop: what async functions run on, where tools share it.
 
     Raises:
         ValueError: there are none, the lists have other lengths, a name is not found, or a model is no reward model.
@@ -56,7 +55,6 @@ class Rewards:
         processing_classes: Any = None,
         timeout: float | None = None,
         models: RewardModelOptions | None = None,
-        loop: EventLoop | None = None,
     ) -> None:
         if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"reward_timeout={timeout} must be a number of seconds above 0, or None for no limit")
@@ -74,7 +72,7 @@ class Rewards:
                 raise ValueError(
                     f"reward {title}: there are {len(given)} for {len(funcs)} reward functions, and they must match"
                 )
-        self.caller = Caller(timeout, loop)
+        self.caller = Caller(timeout)
         self.cut_models = False
         options = models or RewardModelOptions()
         self.sources = [

@@ -131,7 +131,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
                 f"{head.unit} on average (rounding explains {tolerance:.0e}). Choose a model of another type"
             )
         if not ragged:
-            return Probe(head_error, *[math.inf] * 3, tolerance, 0.0).joined(_of_other(model, ragged))
+            return Probe(head_error, math.inf, math.inf, math.inf, tolerance, 0.0).joined(_of_other(model, ragged))
         after = next(part.score_start for part in plain.segments if part.row == 1)
         beside = score(model, changed, padding_free=False).scored[after:]
         rounded = _has_experts(inner) or bool(head.distances(beside, padded[after:]).max() > 0)

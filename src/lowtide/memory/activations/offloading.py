@@ -70,7 +70,7 @@ class Nowhere:
         trim_heap()  # as a file's does
         return self.Size(tensor.untyped_storage().nbytes())
 
-    def get(self, stored: Size) -> Any:
+    def get(self, stored: Size) -> Tensor:
         """A tensor: fake tensors' mode would remember a storage that it meets, and with it hold its bytes."""
         return torch.empty(stored.bytes, dtype=torch.uint8)
 

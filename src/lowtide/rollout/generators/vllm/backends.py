@@ -14,7 +14,7 @@ import base64
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.vllm.facts import Facts
@@ -31,35 +31,11 @@ BYTES_OF_TOKEN = 1024
 OWN = "lowtide vllm-serve --model MODEL"
 
 
-class Backend(Protocol):
-    """A server's interface."""
-
-    most: int
-    """The part of a bucket's bytes that it takes at a time, as a divisor."""
-
-    def facts(self) -> Facts:
-        """What it serves."""
-        ...
-
-    def label(self) -> Any:
-        """The label of the weights that it holds."""
-        ...
-
-    def begin(self, label: Label) -> None: ...
-
-    def send(self, label: Label, bucket: bytes) -> None: ...
-
-    def end(self, label: Label, buckets: int) -> None: ...
-
-    def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
-        """The label of the weights that wrote, and what they did."""
-        ...
-
-
 class LowtideServer:
     """`lowtide vllm-serve`."""
 
     most = 1
+    """The part of a bucket's bytes that it takes at a time, as a divisor."""
 
     def __init__(self, calls: Calls, info: dict[str, Any], regex: str | None) -> None:
         self.calls, self.info, self.regex = calls, info, regex
@@ -75,9 +51,11 @@ class LowtideServer:
             )
 
     def facts(self) -> Facts:
+        """What it serves."""
         return Facts(self.info["model"], self.info["max_model_length"], self.info["shapes"])
 
     def label(self) -> Any:
+        """The label of the weights that it holds."""
         return self.calls.get("/info").get("label")
 
     def begin(self, label: Label) -> None:
@@ -90,6 +68,7 @@ class LowtideServer:
         self.calls.post("/weights/end", {"label": asdict(label), "buckets": buckets})
 
     def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
+        """The label of the weights that wrote, and what they did."""
         try:
             most = sum(turn.most for turn in turns) * BYTES_OF_TOKEN
             found = self.calls.post("/generate", {"label": label, **to_json(turns, sampling)}, most)
@@ -189,7 +168,7 @@ class VLLMServe:
         return WrittenTurn(ids, numbers, "stop" if stopped else "length")
 
 
-def backend_at(calls: Calls, regex: str | None) -> Backend:
+def backend_at(calls: Calls, regex: str | None) -> LowtideServer | VLLMServe:
     """The interface of the server at an address.
 
     Raises:

@@ -17,7 +17,7 @@ from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import distributed
 from lowtide.rollout.generators.generator import Completion, Reply, Request, Sampling
-from lowtide.rollout.generators.vllm.backends import Backend, backend_at
+from lowtide.rollout.generators.vllm.backends import backend_at
 from lowtide.rollout.generators.vllm.facts import SHAPES, Facts
 from lowtide.rollout.generators.vllm.http import Calls, ServerError
 from lowtide.rollout.generators.vllm.label import Label, StaleWeights
@@ -55,7 +55,7 @@ class VLLMServerGenerator:
         self.calls = Calls(url, timeout)
         self.bucket_bytes = bucket_bytes
         self.calls.wait("/health")
-        self.backend: Backend = backend_at(self.calls, regex)
+        self.backend = backend_at(self.calls, regex)
         self.facts = self.backend.facts()
         check_model(self.facts, model, f"at {self.calls.url}")
         self.run = _same_on_all_ranks(uuid.uuid4().hex)

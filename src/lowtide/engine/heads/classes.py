@@ -58,6 +58,7 @@ class TokenClasses(Classes):
 
     models = "token classifiers"
     auto_class = AutoModelForTokenClassification
+    rule = OWN_TOKEN
     classifiers = TOKEN_CLASSIFIERS
     task_type = "TOKEN_CLS"
     pipeline = "token-classification"
@@ -72,10 +73,6 @@ class TokenClasses(Classes):
     def predictions(cls, output: ScoreOutput) -> Tensor:
         """[scores]: the number of the likeliest label."""
         return output.stats[LOGITS].argmax(-1)
-
-    @classmethod
-    def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
-        return OWN_TOKEN
 
     @classmethod
     def usage(cls, where: str) -> list[str]:

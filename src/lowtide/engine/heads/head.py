@@ -175,6 +175,8 @@ class Head(ABC):
     """Those that each rank has for all scores where tokens are split."""
     trains_beside: ClassVar[str | None] = None
     """What the other model is called that is trained with a model (see `beside`); None if there is none."""
+    rule: ClassVar[ScoreRule] = NEXT_TOKEN
+    """The `score_rule`, where it is one for all models."""
 
     @classmethod
     def loader(cls, config: PretrainedConfig | None) -> Any:
@@ -273,7 +275,7 @@ class Head(ABC):
     @classmethod
     def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
         """Where the model's own forward is read: the scores under which both give the same numbers."""
-        return NEXT_TOKEN
+        return cls.rule
 
     @classmethod
     def chunk_rows(cls, config: PretrainedConfig, dtype: torch.dtype, device: str) -> int | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoModelForMaskedLM
 
 from lowtide.engine.heads.language_model import LanguageModel, is_masked
-from lowtide.score_rules import OWN_TOKEN, ScoreRule
+from lowtide.score_rules import OWN_TOKEN
 
 
 class MaskedLanguageModel(LanguageModel):
@@ -22,6 +22,7 @@ class MaskedLanguageModel(LanguageModel):
     auto_class = AutoModelForMaskedLM
     task_type = "FEATURE_EXTRACTION"
     pipeline = "fill-mask"
+    rule = OWN_TOKEN
     virtual_tokens = False
     hides_tokens = True
 
@@ -31,10 +32,6 @@ class MaskedLanguageModel(LanguageModel):
         if inner.config.is_encoder_decoder:
             return "is an encoder-decoder, which predicts a target from a source"
         return None if is_masked(model) else "is no masked language model"
-
-    @classmethod
-    def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
-        return OWN_TOKEN
 
     @classmethod
     def usage(cls, where: str) -> list[str]:

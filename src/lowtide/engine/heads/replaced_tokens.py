@@ -27,7 +27,7 @@ from lowtide.engine.heads.own_head import own_head
 from lowtide.engine.weights.load_errors import one_line
 from lowtide.engine.weights.weight_files import saved_module
 from lowtide.ops.logits.drawing import draw
-from lowtide.score_rules import OWN_TOKEN, ScoreRule
+from lowtide.score_rules import OWN_TOKEN
 
 GENERATOR = "generator"
 """The module's name in the discriminator."""
@@ -53,6 +53,7 @@ class ReplacedTokens(Head):
     of_tokens = frozenset({"all_logits", "replaced", "present"})
     of_all_scores = frozenset({"logprobs"})
     trains_beside = "a generator"
+    rule = OWN_TOKEN
 
     @classmethod
     def is_saved(cls, config: PretrainedConfig) -> bool:
@@ -110,10 +111,6 @@ class ReplacedTokens(Head):
         logits = at_least_float32(own_head(model, hidden[:, None]).flatten())
         stats, found = {"logits": logits.index_select(0, scores.index)}, scores.replacements
         return ScoreOutput(stats=stats if found is None else {**stats, **vars(found), "all_logits": logits})
-
-    @classmethod
-    def score_rule(cls, model: PreTrainedModel) -> ScoreRule:
-        return OWN_TOKEN
 
     @classmethod
     def chunk_rows(cls, config: PretrainedConfig, dtype: torch.dtype, device: str) -> int:

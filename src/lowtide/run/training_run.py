@@ -132,8 +132,7 @@ class TrainingRun:
         if inputs.data_collator is not None and method.rows.collates_alone:
             raise ValueError(f"data_collator has no use in {method.title}: {method.rows.collates_alone}")
         if method.head.trains_beside is not None:
-            _check_whole_layers(args, f"yet beside {method.head.trains_beside}")
-            _check_whole_vocabulary(args, f"a vocabulary that {method.head.trains_beside} and the model share is whole")
+            _check_whole(args, method.head.trains_beside)
         if method.compares and args.compares:
             maker = TeacherMaker if method.taught else ReferenceMaker
             self._references = maker(
@@ -417,23 +416,23 @@ class TrainingRun:
         )
 
 
-def _check_whole_layers(args: Any, why: str) -> None:
-    """Refuses ranks that split layers; `why` completes the sentence."""
-    for size, what in {
-        "tensor_parallel": f"layers cannot be split between {{}} ranks {why}: shard by fsdp=True in place of tp_size",
-        "pipeline_parallel": f"layers cannot be split over {{}} ranks {why}: shard by fsdp=True in place of "
-        "pipeline_parallel_size",
-    }.items():
-        if (ranks := getattr(args.sharding, size)) > 1:
-            raise ValueError(f"{type(args).__name__}: {what.format(ranks)}")
-
-
-def _check_whole_vocabulary(args: Any, why: str) -> None:
-    """Refuses a vocabulary that ranks hold rows of; `why` completes the sentence."""
-    if args.fsdp_split_vocabulary:
-        raise ValueError(
-            f"{type(args).__name__}: fsdp_split_vocabulary=True splits the head by rows, and {why}: leave it out"
+def _check_whole(args: Any, other: str) -> None:
+    """Refuses layers or a vocabulary that ranks split, as the model that is trained beside cannot be."""
+    why = None
+    if (ranks := args.sharding.tensor_parallel) > 1:
+        why = f"layers cannot be split between {ranks} ranks yet beside {other}: shard by fsdp=True in place of tp_size"
+    elif (ranks := args.sharding.pipeline_parallel) > 1:
+        why = (
+            f"layers cannot be split over {ranks} ranks yet beside {other}: shard by fsdp=True in place of "
+            "pipeline_parallel_size"
         )
+    elif args.fsdp_split_vocabulary:
+        why = (
+            f"fsdp_split_vocabulary=True splits the head by rows, and a vocabulary that {other} and the model share is "
+            "whole: leave it out"
+        )
+    if why is not None:
+        raise ValueError(f"{type(args).__name__}: {why}")
 
 
 def head_with_adapter(args: Any) -> type[Head] | None:

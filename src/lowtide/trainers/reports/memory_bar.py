@@ -15,25 +15,24 @@ WIDTH = 48
 """Of the bar in characters."""
 
 
-def memory_bar(parts: Mapping[str, int], capacity: int, *, width: int = WIDTH) -> Text:
+def memory_bar(parts: Mapping[str, int], capacity: int) -> Text:
     """A bar of the parts against a device's memory, and a legend beneath.
 
     Args:
         parts: bytes by name, at most four; those of 0 are left out.
         capacity: bytes of the device.
-        width: of the bar in characters.
     """
     total = sum(parts.values())
-    scale = width / max(capacity, total, 1)
+    scale = WIDTH / max(capacity, total, 1)
     cells = {name: max(1, round(size * scale)) for name, size in parts.items() if size}
-    if cells and (over := sum(cells.values()) - width) > 0:
+    if cells and (over := sum(cells.values()) - WIDTH) > 0:
         cells[max(cells, key=lambda name: cells[name])] -= over
     bar, legend = Text(), Text()
     for (name, size), (block, colour) in zip(parts.items(), SHADES, strict=False):
         if size:
             bar.append(block * cells[name], colour)
             legend.append(f"{block} ", colour).append(f"{name} {bytes_text(size)}  ")
-    bar.append(FREE * (width - sum(cells.values())), "dim")
+    bar.append(FREE * (WIDTH - sum(cells.values())), "dim")
     too_much = total > capacity
     share = f" {bytes_text(total)} of {bytes_text(capacity)}{': too much' if too_much else ''}"
     return Text("\n").join([bar.append(share, "bold red" if too_much else ""), legend])

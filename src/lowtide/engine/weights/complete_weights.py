@@ -21,6 +21,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from lowtide.compat.transformers_loading import telling_what_was_read
+from lowtide.engine.weights.adapter_errors import options_named
 from lowtide.engine.weights.load_errors import arguments_named, to_install
 from lowtide.engine.weights.weight_files import broken_files_named, read_json
 from lowtide.ops.mapped import FilePages
@@ -144,10 +145,25 @@ def check_package_of(name: str) -> None:
 
 def _put_adapters(name: str, model: PreTrainedModel) -> None:
     """Puts a folder's adapters on a model, all of whose weights come from the folder."""
-    with quiet_report(name), broken_files_named(name):
+    with quiet_report(name), _adapters_named(name, model):
         found: Any = model.load_adapter(name)
     if found is not None:  # older transformers return nothing
         check_adapter_keys(name, found.missing_keys, found.unexpected_keys)
+
+
+@contextlib.contextmanager
+def _adapters_named(name: str, model: PreTrainedModel) -> Iterator[None]:
+    """Around PEFT's loading of a folder of adapters: a failure names the file or the option at fault.
+
+    Raises:
+        ValueError: the folder has no weights, or PEFT failed.
+    """
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("adapter_model*")):
+        raise ValueError(f"the folder of adapters {name!r} holds no adapter_model.safetensors: copy the whole folder")
+    config = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
+    with options_named(config, model, name), broken_files_named(name):
+        yield
 
 
 def check_adapter_keys(name: str, missing: Collection[str], unexpected: Collection[str]) -> None:
@@ -186,7 +202,7 @@ def load_adapters(base: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
     """
     from peft import PeftModel
 
-    with broken_files_named(folder), warnings.catch_warnings():
+    with _adapters_named(folder, base), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below, with their names
         model = PeftModel.from_pretrained(base, folder, is_trainable=is_trainable)
         found = model.load_adapter(folder, str(model.active_adapter), is_trainable=is_trainable)

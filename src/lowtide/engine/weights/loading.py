@@ -26,6 +26,7 @@ from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import WITH_IMAGES, LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
+from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.labels import label_values
 from lowtide.engine.weights.load_errors import check_layers
@@ -160,7 +161,7 @@ def adapt(
             only to inputs that require one, the embedding's output is made to.
 
     Raises:
-        ValueError: the model has adapters already, or these are virtual tokens.
+        ValueError: the model has adapters already, these are virtual tokens, or PEFT cannot make them.
     """
     from peft import get_peft_model
 
@@ -175,7 +176,8 @@ def adapt(
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
     _warn_of_unmatched(peft_config, base)
-    return get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
+    with options_named(peft_config, base):
+        return get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
 
 
 def _warn_of_unmatched(peft_config: Any, model: nn.Module) -> None:
@@ -201,6 +203,7 @@ def check_trained_whole(peft_config: Any, model: nn.Module) -> None:
     Raises:
         ValueError: names them.
     """
+    check_values(peft_config)
     if isinstance(getattr(peft_config, "modules_to_save", None), str):
         raise ValueError(f"modules_to_save={peft_config.modules_to_save!r} must be a list of names")
     modules = [name for name, _ in model.named_modules()]
@@ -244,13 +247,14 @@ def _outside_experts(model: PreTrainedModel) -> list[str]:
 
 
 def check_adapters(*configs: Any) -> None:
-    """Refuses PEFT configurations of virtual tokens that need more than the rows, that name no modules, or name them by
-    an expression that is none.
+    """Refuses PEFT configurations of virtual tokens that need more than the rows, with numbers that are not finite,
+    that name no modules, or name them by an expression that is none.
 
     Raises:
         ValueError: naming the configuration, and what to take.
     """
     for config in configs:
+        check_values(config)
         if kind_of_prompt(config) not in (None, *EMBEDDED, *IN_LAYERS):
             raise ValueError(
                 f"{type(config).__name__} puts virtual tokens before each row by what is known of its task: take "

@@ -9,20 +9,19 @@ clients of servers belong to the loop that they were made on.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import inspect
-import signal
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from lowtide.compat.threads import abandon_daemon_pools
+from lowtide.users_functions import stopping_nobody
 
 GRACE = 1.0
 """Seconds beyond the time limit in which the event loop has to answer; one that does not is blocked."""
@@ -30,37 +29,6 @@ GRACE = 1.0
 
 class CallTimedOut(Exception):
     """A call did not end within its time."""
-
-
-@contextlib.contextmanager
-def stopping_nobody() -> Iterator[None]:
-    """Turns what is no `Exception` (SystemExit, KeyboardInterrupt, GeneratorExit) into one, unless the user interrupted
-    the run meanwhile: code that a policy calls must not end it.
-
-    Raises:
-        RuntimeError: names what was raised.
-    """
-    interrupted: list[bool] = []
-    before: Any = signal.getsignal(signal.SIGINT)
-    watched = threading.current_thread() is threading.main_thread() and callable(before)
-
-    def note(*given: Any) -> Any:
-        interrupted.append(True)
-        return before(*given)
-
-    if watched:
-        signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException as error:
-        if interrupted:
-            raise
-        raise RuntimeError(type(error).__name__) from error
-    finally:
-        if watched:
-            signal.signal(signal.SIGINT, before)
 
 
 class EventLoop:
@@ -149,8 +117,12 @@ class Caller:
 
         Raises:
             CallTimedOut: it did not return within the time.
-            Exception: what it raised.
+            Exception: what it raised; a RuntimeError where that is no `Exception`.
         """
+        with stopping_nobody():
+            return self._started(function, arguments)
+
+    def _started(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if self.timeout is None:
             return function(**arguments)
         done: Future = Future()

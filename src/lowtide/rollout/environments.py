@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lowtide.data.formats.conversation import Message
-from lowtide.rollout.calls import stopping_nobody
 from lowtide.rollout.readable import readable
 from lowtide.rollout.tools import Schema, Tool, tool_schemas, tools_by_name
 from lowtide.spelling import nearest
+from lowtide.users_functions import stopping_nobody
 
 RESET, GET_REWARD = "reset", "get_reward"
 CHOICE = "environment"
@@ -166,7 +166,6 @@ def own_reward(kind: type) -> Callable[..., Any]:
         return later
 
     def now(environments: Sequence[Any]) -> list[Any]:
-        with stopping_nobody():
-            return [each.get_reward() if type(each) is kind else None for each in environments]
+        return [each.get_reward() if type(each) is kind else None for each in environments]
 
     return now

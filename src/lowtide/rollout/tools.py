@@ -15,8 +15,9 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from lowtide.parsing import parse_json
-from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited, name_of, stopping_nobody
+from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited, name_of
 from lowtide.rollout.readable import readable
+from lowtide.users_functions import stopping_nobody
 
 Tool = Callable[..., Any]
 Schema = dict[str, Any]
@@ -112,8 +113,7 @@ def _start(call: Any, tools: Mapping[str, Tool], caller: Caller) -> tuple[str, A
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             arguments = parse_json(arguments)
-        with stopping_nobody():
-            return name, caller.start(tools[name], **readable(arguments))
+        return name, caller.start(tools[name], **readable(arguments))
     except Exception as error:
         return name, error
 

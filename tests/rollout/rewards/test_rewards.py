@@ -1,6 +1,7 @@
 """Reward functions: called as TRL calls them, equal to its numbers, and stopped where they go wrong."""
 
 import asyncio
+import copy
 import functools
 import logging
 import math
@@ -100,6 +101,37 @@ def test_a_function_cannot_change_what_others_get():
         return [float(completions.pop()[-1] == "!")] + [0.0] * len(completions)
 
     assert Rewards([greedy, lengths])(completed())[:, 1].tolist() == [2, 2, 2, 3]
+
+
+def test_a_function_cannot_change_messages_or_tokens():
+    def greedy(completions, prompts, completion_ids, **kwargs):
+        completions[0].append({"role": "assistant", "content": "more"})
+        prompts[1][0]["content"] = "other"
+        completion_ids[2].clear()
+        return [0.0] * len(completions)
+
+    chats = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
+    prompts = [[{"role": "user", "content": row["prompt"]}] for row in ROWS]
+    given = Completed.of(ROWS, prompts, chats, completion_ids=[[7] * (n + 1) for n in range(4)])
+    before = copy.deepcopy(given)
+    Rewards([greedy])(given)
+    assert given == before
+
+
+@pytest.mark.parametrize("name", ["trainer_state", "log_extra", "log_metric", "prompts", "completions"])
+def test_a_column_by_the_name_of_an_argument_is_warned_of_once(name, caplog):
+    seen = Counting()
+    given = Completed.of([{**row, name: "a column's"} for row in ROWS], ["?"] * 4, COMPLETIONS)
+    rewards = Rewards([seen])
+    for _ in range(2):
+        rewards(given)
+    assert seen.seen[0][name] not in ("a column's", ["a column's"] * 4)
+    assert caplog.text.count(f"do not get the dataset's column(s) '{name}'") == 1
+
+
+def test_other_columns_are_not_warned_of(caplog):
+    Rewards([lengths])(completed())
+    assert "column(s)" not in caplog.text
 
 
 def test_async_functions_run_together():
@@ -261,6 +293,19 @@ def test_a_function_that_wants_to_end_the_program_does_not_end_the_event_loop():
 
     with pytest.raises(ValueError, match="'leaves' raised RuntimeError: SystemExit: 3"):
         Rewards(leaves)(completed())
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(3), KeyboardInterrupt(3)])
+def test_a_function_that_wants_to_end_the_program_does_not_end_the_run(error, timeout):
+    def leaves(completions):
+        if " 1" in completions:
+            raise error
+        return [0.0] * len(completions)
+
+    named = rf"'leaves' raised RuntimeError: {type(error).__name__}: 3, for completion 2"
+    with pytest.raises(ValueError, match=named):
+        Rewards(leaves, timeout=timeout)(completed())
 
 
 def test_what_functions_got_where_none_applies_is_told(caplog):

@@ -79,7 +79,17 @@ class Completed:
         return replace(self, columns={name: values[one] for name, values in self.columns.items()}, **chosen)
 
     def arguments(self) -> dict[str, Any]:
-        """What reward functions get: lists of their own, so that one that changes them changes nothing else."""
+        """What reward functions get: lists and messages of their own, so that one that changes them changes nothing
+        else."""
         own = {"prompts": self.prompts, "completions": self.completions, "completion_ids": self.completion_ids}
         given = {**self.columns, **own, "environments": self.environments}
-        return {name: list(values) for name, values in given.items() if values is not None}
+        return {name: [_copied(each) for each in values] for name, values in given.items() if values is not None}
+
+
+def _copied(value: Any) -> Any:
+    """A copy of lists and mappings, at any depth; what they hold besides, such as images, is the same."""
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_copied(each) for each in value] if value and isinstance(value[0], dict | list) else value.copy()
+    return value

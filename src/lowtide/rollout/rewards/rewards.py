@@ -8,10 +8,12 @@ or returns something that is no reward stops the run with its name and the compl
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import reprlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -138,6 +140,7 @@ class Rewards:
         if len(completed) == 0 and not self.cut_models:
             return rewards
         extras = {"trainer_state": trainer_state, "log_extra": log_extra, "log_metric": log_metric}
+        _warn_of_hidden(*sorted(completed.columns.keys() & {*extras, *replace(completed, columns={}).arguments()}))
         for column, source in enumerate(self.sources):
             if isinstance(source, ModelReward):
                 rewards[:, column] = source(completed)
@@ -167,6 +170,16 @@ def _source(func: Any, name: str | None, tokenizer: Any, options: RewardModelOpt
             "of one"
         )
     return FunctionReward(func, name or name_of(func))
+
+
+@functools.cache
+def _warn_of_hidden(*columns: str) -> None:
+    """Says once which columns reward functions do not get, since arguments of the run have their names."""
+    if columns:
+        logger.warning(
+            f"reward functions do not get the dataset's column(s) {', '.join(map(repr, columns))}: what they get by "
+            "these names is the run's own. Rename the columns if a reward reads them"
+        )
 
 
 def _warn_of_unscored(rewards: Tensor, completed: Completed) -> None:

@@ -383,6 +383,33 @@ def test_a_loss_that_is_no_number_is_named():
             trainer_of(own, "SFT", **CUTS[cut]).train()
 
 
+NO_LOSSES = {
+    "detached": (lambda outputs: outputs.logits.float().mean().detach(), "without a gradient"),
+    "an integer": (lambda outputs: outputs.logits.argmax(-1).sum(), r"torch.int64: it must return a real number"),
+    "complex": (lambda outputs: outputs.logits.float().mean() * 1j, "torch.complex64: it must return a real number"),
+    "a float": (lambda outputs: 1.5, "float: it must return one number as a tensor"),
+}
+
+
+@pytest.mark.parametrize("case", NO_LOSSES)
+def test_a_loss_that_nothing_is_learned_from_is_named(case):
+    compute, said = NO_LOSSES[case]
+    trainer = trainer_of(
+        SFTTrainer, "SFT", compute_loss_func=lambda outputs, labels, num_items_in_batch=None: compute(outputs)
+    )
+    with pytest.raises(ValueError, match=rf"SFTTrainer.compute_loss_func returned .*{said}"):
+        trainer.train()
+
+
+def test_a_loss_function_that_wants_to_end_the_program_is_named():
+    def leaves(outputs, labels, num_items_in_batch=None):
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="SystemExit: 3") as caught:
+        trainer_of(SFTTrainer, "SFT", compute_loss_func=leaves).train()
+    assert "compute_loss_func" in " ".join(caught.value.__notes__)
+
+
 def test_the_cost_is_said(caplog):
     trainer_of(OwnCrossEntropy, "SFT").train()
     assert "OwnCrossEntropy.compute_loss on padded batches, with logits" in caplog.text

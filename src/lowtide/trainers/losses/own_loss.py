@@ -151,7 +151,7 @@ class OwnLosses:
         """`compute_loss` of a micro-batch; older overrides do not take `num_items_in_batch`.
 
         Raises:
-            ValueError: it returned something else than one number.
+            ValueError: it returned something else than one number, or a number that nothing can be learned from.
         """
         more: dict[str, Any] = {}
         takes = inspect.signature(self.trainer.compute_loss).parameters
@@ -160,12 +160,9 @@ class OwnLosses:
         mask = micro.inputs["attention_mask"]
         with computing(model), noisy_embeddings(causal_model(model), micro.batch, mask):
             loss = self.trainer.compute_loss(model, dict(micro.inputs), **more)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else ""
-            raise ValueError(
-                f"{self.title}.compute_loss returned {type(loss).__name__}{shape}: it must return one number "
-                "as a tensor"
-            )
+        if wrong := _no_loss(loss):
+            name, *_ = self.parts(*OF_TRAINING)
+            raise ValueError(f"{self.title}.{name} returned {wrong}")
         return loss.reshape(())
 
     @torch.no_grad()
@@ -292,3 +289,18 @@ class OwnLosses:
         given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         self._micro = MicroBatch(batch, given, index, {} if micro is None else micro.counts)
         return self._micro
+
+
+def _no_loss(loss: Any) -> str:
+    """What is wrong with what should be a loss; empty for one that can be trained by."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else ""
+        return f"{type(loss).__name__}{shape}: it must return one number as a tensor"
+    if not loss.is_floating_point():
+        return f"a tensor of {loss.dtype}: it must return a real number in floating point"
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        return (
+            "a tensor without a gradient, which would train nothing: compute it from the model's outputs by operations "
+            "of torch, without detach(), item() and no_grad()"
+        )
+    return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,8 @@ from lowtide.score_rules import IGNORE
 from lowtide.step.metrics import Totals
 from lowtide.step.rank_sync import RankSync
 from lowtide.users_functions import called_for_user
+
+logger = logging.getLogger(__name__)
 
 
 class Predictions:
@@ -174,10 +177,12 @@ def evaluated(trainer: Any, model: nn.Module, loader: DataLoader, *, wanted: boo
     metrics: dict[str, Any] = trainer.metrics_of(sums) | kept.metrics()
     metrics["loss"] = sums.get("loss", 0.0) + trainer.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
     predictions, targets = kept.gathered()
+    metrics = _prefixed(metrics, prefix)
     if trainer.compute_metrics is not None:
-        metrics |= _users_metrics(trainer.compute_metrics, EvalPrediction(predictions=predictions, label_ids=targets))
-    plain: Any = denumpify_detensorize(metrics)
-    metrics = {f"{prefix}_{name}": value for name, value in plain.items()}
+        found = _users_metrics(trainer.compute_metrics, EvalPrediction(predictions=predictions, label_ids=targets))
+        users = _prefixed(found, prefix)
+        _warn_of_replaced(*sorted(users.keys() & metrics.keys()))
+        metrics |= users
     return EvalLoopOutput(predictions, targets, metrics, int(sums.get("rows", 0)))
 
 
@@ -194,3 +199,19 @@ def _users_metrics(compute_metrics: Any, of: EvalPrediction) -> Mapping[str, Any
             f"compute_metrics returned {type(found).__name__}: it must return a mapping from names to numbers"
         )
     return found
+
+
+def _prefixed(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """As plain numbers under the names that are logged; one that begins with the prefix stays, as transformers does."""
+    plain: Any = denumpify_detensorize(dict(metrics))
+    return {name if str(name).startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in plain.items()}
+
+
+@functools.cache
+def _warn_of_replaced(*names: str) -> None:
+    """Says once which of the evaluation's own metrics are a function's."""
+    if names:
+        logger.warning(
+            f"compute_metrics returned {', '.join(names)}, which take the place of what the evaluation measured by "
+            "these names, also where the best checkpoint is chosen: give them other names to have both"
+        )

@@ -245,6 +245,23 @@ def test_options_that_leave_the_numbers_alone(tmp_path, rows, tokenizer):
             assert (other[name] - value).norm() <= 2e-4 * value.norm(), name
 
 
+def test_a_metric_in_place_of_the_evaluations_own_is_warned_of_once(tmp_path, rows, tokenizer, caplog):
+    found = [{"loss": 7.0}, {"eval_good": 1.0}]
+    trainer = SFTTrainer(
+        build(),
+        config(tmp_path),
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tokenizer,
+        compute_metrics=lambda prediction: {key: value for each in found for key, value in each.items()},
+    )
+    for _ in range(2):
+        metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == 7
+    assert metrics["eval_good"] == 1
+    assert caplog.text.count("compute_metrics returned eval_loss, which take the place") == 1
+
+
 def test_evaluation_is_the_mean_over_all_scored_tokens(tmp_path, rows, tokenizer):
     seen = {}
 

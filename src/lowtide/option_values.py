@@ -20,7 +20,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lowtide.option import Group, Range
+from lowtide.option import FINITE, Group, Range
 from lowtide.parsing import parse_json, parse_yaml
 from lowtide.spelling import nearest
 
@@ -39,7 +39,7 @@ class Option:
     aliases: tuple[str, ...] = ()
     """Other names of it."""
     range: Range | None = None
-    """Of a number, or of the numbers of a list."""
+    """Of a number, or of the numbers of a list; all finite ones where None."""
     group: Group | None = None
     """Where `--help` lists it. None: with the method's own options, or not at all."""
     items: frozenset[type] = frozenset({str})
@@ -123,16 +123,16 @@ class Option:
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, int) and abs(each) > LARGEST:
                 raise ValueError(f"{self.name}={shown(given)} must be at most {LARGEST}, the largest number of 64 bits")
-            if self.range is None or isinstance(each, bool) or not isinstance(each, int | float):
+            if isinstance(each, bool) or not isinstance(each, int | float):
                 continue
-            held = in_float32(each)
-            if held not in self.range:
+            held, allowed = in_float32(each), self.range or FINITE
+            if held not in allowed:
                 none = ", or None" if NoneType in self.kinds else ""
-                why = self.range.note or self.help.split(". ")[0].rstrip(".")
-                finite = "" if math.isfinite(held) or str(self.range) == "finite" else "finite and "
+                why = allowed.note or self.help.split(". ")[0].rstrip(".")
+                finite = "" if math.isfinite(held) or str(allowed) == "finite" else "finite and "
                 none += "" if held == each or math.isnan(held) else f", and is {held:g} in float32"
                 as_given = given if isinstance(given, str) else repr(given)
-                raise ValueError(f"{self.name}={as_given} must be {finite}{self.range}{none}" + f" ({why})" * bool(why))
+                raise ValueError(f"{self.name}={as_given} must be {finite}{allowed}{none}" + f" ({why})" * bool(why))
 
     def _refusal(self, value: Any) -> ValueError:
         if self.choices:
@@ -206,7 +206,7 @@ def check_ranges(config: Any, *, leave: Iterable[str] = ()) -> None:
         ValueError: naming the option.
     """
     for name, option in options_of(type(config)).items():
-        if option.range is not None and name not in leave:
+        if (option.range is not None or float in option.kinds) and name not in leave:
             option.convert(getattr(config, name))
 
 

@@ -27,6 +27,18 @@ def test_adapters_and_quantization_are_trls(given):
         assert (ours and ours.to_dict()) == (theirs and theirs.to_dict())
 
 
+@pytest.mark.parametrize("given", [{"lora_dropout": float("nan")}, {"lora_dropout": 1.0}, {"lora_r": 0}])
+def test_numbers_out_of_range_are_refused(given):
+    [name] = given
+    with pytest.raises(ValueError, match=f"{name}="):
+        lowtide.ModelConfig(**given)
+
+
+def test_a_number_without_a_range_is_finite():
+    with pytest.raises(ValueError, match="test_split_size=nan must be finite"):
+        lowtide.DatasetMixtureConfig(test_split_size=float("nan"))
+
+
 def test_8_and_4_bits_exclude_each_other_and_the_older_dtype_is_read():
     with pytest.raises(ValueError, match="load_in_8bit=True and load_in_4bit=True exclude each other"):
         lowtide.ModelConfig(load_in_8bit=True, load_in_4bit=True)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowtide.data.sources.mixtures import DatasetConfig
-from lowtide.option import option
+from lowtide.option import COUNT, Range, option
+from lowtide.option_values import check_ranges
 
 __all__ = ["DatasetConfig", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments"]
 
@@ -39,6 +40,7 @@ class DatasetMixtureConfig:
     test_split_size: float | None = option(None, "Share or number of rows that are taken for the split `test`.")
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         self.datasets = [DatasetConfig(**each) if isinstance(each, Mapping) else each for each in self.datasets]
 
 
@@ -47,7 +49,7 @@ class ModelConfig:
     """Which model is trained, with which adapters, and how its weights are stored.
 
     Raises:
-        ValueError: 8 and 4 bits are both asked for.
+        ValueError: a number is out of its range, or 8 and 4 bits are both asked for.
     """
 
     model_name_or_path: str | None = option(None, "The model: a folder, or a name on the hub.")
@@ -55,9 +57,9 @@ class ModelConfig:
     dtype: str | None = option("float32", "What weights are stored in.", choices=DTYPES)
     attn_implementation: str | None = option(None, "Attention of the padded path (padding_free=False).")
     use_peft: bool = option(False, "Train a LoRA adapter in place of the whole model.")
-    lora_r: int = option(16, "Rank of the adapter.")
-    lora_alpha: int = option(32, "Scale of the adapter: its output is multiplied by alpha / r.")
-    lora_dropout: float = option(0.05, "Dropout before the adapter.")
+    lora_r: int = option(16, "Rank of the adapter.", COUNT)
+    lora_alpha: int = option(32, "Scale of the adapter: its output is multiplied by alpha / r.", COUNT)
+    lora_dropout: float = option(0.05, "Dropout before the adapter.", Range(least=0, below=1))
     lora_target_modules: list[str] | None = option(None, "Names of the layers to adapt, or all-linear.")
     lora_target_parameters: list[str] | None = option(None, "Names of single parameters to adapt, such as experts'.")
     lora_modules_to_save: list[str] | None = option(None, "Layers to train whole beside the adapter.")
@@ -72,6 +74,7 @@ class ModelConfig:
     torch_dtype: str | None = option(None, "The older name of `dtype`.", choices=DTYPES)
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if self.load_in_8bit and self.load_in_4bit:
             raise ValueError("load_in_8bit=True and load_in_4bit=True exclude each other: leave one of them out")
         targets = self.lora_target_modules

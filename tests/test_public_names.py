@@ -73,6 +73,7 @@ NAMES = [
     "create_reference_model",
     "estimate",
     "extract_prompt",
+    "get_cosine_scaled_reward",
     "get_dataset",
     "get_kbit_device_map",
     "get_peft_config",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lowtide.rollout.judges import BasePairwiseJudge, RandomPairwiseJudge
     from lowtide.rollout.rewards.published import (
         accuracy_reward,
+        get_cosine_scaled_reward,
         get_repetition_penalty_reward,
         get_soft_overlong_punishment,
         reasoning_accuracy_reward,
@@ -170,6 +171,7 @@ __all__ = [
     "create_reference_model",
     "estimate",
     "extract_prompt",
+    "get_cosine_scaled_reward",
     "get_dataset",
     "get_kbit_device_map",
     "get_peft_config",
@@ -199,8 +201,8 @@ _NAMES = {
     "lowtide.ragged": ("RaggedBatch",),
     "lowtide.rollout.judges": ("BasePairwiseJudge", "RandomPairwiseJudge"),
     "lowtide.rollout.rewards.published": (
-        *("accuracy_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"),
-        *("reasoning_accuracy_reward", "think_format_reward"),
+        *("accuracy_reward", "get_cosine_scaled_reward", "get_repetition_penalty_reward"),
+        *("get_soft_overlong_punishment", "reasoning_accuracy_reward", "think_format_reward"),
     ),
     "lowtide.scripts.arguments": ("DatasetMixtureConfig", "ModelConfig", "ScriptArguments"),
     "lowtide.scripts.collators": (

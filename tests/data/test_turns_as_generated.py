@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.data.encode.chat import ChatEncoder
@@ -52,14 +52,20 @@ def run(talks, tokenizer, *, packing=False, stream=False, **options):
 
 
 def segments(row):
-    """The (input_ids, labels) of each segment, up to its last label."""
-    ends = np.cumsum(row.get("seq_lengths") or [len(row["input_ids"])])
+    """The (input_ids, labels) of each round, up to its last label, with what it goes on from before it; sorted."""
+    lengths = row.get("seq_lengths") or [len(row["input_ids"])]
+    ends = np.cumsum(lengths).tolist()
     assert ends[-1] == len(row["input_ids"]) == len(row["labels"])
     found = []
-    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+    for number, end in enumerate(ends):
+        start = end - lengths[number]
         last = max(place for place in range(start, end) if row["labels"][place] != -100) + 1
-        found.append((row["input_ids"][start:last], row["labels"][start:last]))
-    return found
+        before = []
+        if row.get("prefix", [-1] * len(lengths))[number] >= 0:
+            first = ends[row["prefix"][number]] - lengths[row["prefix"][number]]
+            before = row["input_ids"][first : first + row["prefix_length"][number]]
+        found.append((before + row["input_ids"][start:last], [-100] * len(before) + row["labels"][start:last]))
+    return sorted(found)
 
 
 def scored(tokenizer, labels):
@@ -79,7 +85,7 @@ def one_a_turn(tokenizer, messages):
         texts = [prompt, whole[len(prompt) :].removesuffix("\n")]
         context, target = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
         found.append((context + target, [-100] * len(context) + target))
-    return found
+    return sorted(found)
 
 
 @pytest.fixture
@@ -94,6 +100,12 @@ def test_a_conversation_is_one_row_with_a_segment_for_each_turn(thinking):
     assert [segments(row) for row in dataset] == [one_a_turn(thinking, each) for each in TALKS]
     assert scored(thinking, dataset[1]["labels"]) == "<think>\nI add 7\n</think>\n\nIt is 7.<|im_end|>"
     assert ledger.tokens == sum(len(row["input_ids"]) for row in dataset)
+    assert [sum(before >= 0 for before in row["prefix"]) for row in dataset] == [2, 0, 1]
+    whole, of_whole = run(TALKS, thinking, prefix_sharing=False)
+    assert whole.column_names == ["input_ids", "labels", "seq_lengths"]
+    assert [segments(row) for row in whole] == [segments(row) for row in dataset]
+    assert (of_whole.tokens, of_whole.tokens_shared) == (ledger.tokens + ledger.tokens_shared, 0)
+    assert ledger.tokens_shared > 0
 
 
 def test_turns_that_the_past_keeps_are_one_row_of_the_same_tokens_as_the_whole(tokenizer):
@@ -136,15 +148,32 @@ def test_packed_bins_hold_the_segments(thinking, stream, strategy):
     assert sorted(pair for each in bins for pair in each) == sorted(expected)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_rounds_that_go_on_from_one_another_share_a_bin(thinking, stream):
+    expected = [each for messages in TALKS for each in one_a_turn(thinking, messages)]
+    alone, _ = run(TALKS, thinking)
+    most = sum(len(row["input_ids"]) for row in alone)
+    packed, _ = run(TALKS, thinking, packing=True, stream=stream, max_length=most)
+    [row] = list(packed)
+    assert (segments(row), len(row["input_ids"])) == (sorted(expected), most)
+    wide = max(len(row["input_ids"]) for row in alone)
+    packed, _ = run(TALKS, thinking, packing=True, stream=stream, max_length=wide)
+    rows = list(packed)
+    assert (sorted(pair for each in rows for pair in segments(each)), len(rows)) == (sorted(expected), 2)
+    assert sum(len(row["input_ids"]) for row in rows) == most
+    assert all({*row["prefix"]} >= {-1, 0} for row in rows)
+
+
 def test_a_segment_that_loses_its_turn_to_a_limit_is_left_out(thinking):
     expected = one_a_turn(thinking, TALKS[0])
     most = sum(label == -100 for label in expected[2][1])  # the last turn's context, and nothing of what it says
     dataset, ledger = run(TALKS[:1], thinking, max_length=most)
     assert segments(dataset[0]) == [tuple(each[:most] for each in pair) for pair in expected[:2]]
-    assert ledger.tokens_cut == sum(len(ids) for ids, _ in expected) - len(dataset[0]["input_ids"])
+    whole = len(dataset[0]["input_ids"]) + ledger.tokens_shared
+    assert ledger.tokens_cut == sum(len(ids) for ids, _ in expected) - whole
     short, ledger = run(TALKS[:1], thinking, max_length=len(expected[0][0]))
     assert segments(short[0])[0] == expected[0]
-    assert ledger.tokens + ledger.tokens_cut == sum(len(ids) for ids, _ in expected)
+    assert ledger.tokens + ledger.tokens_shared + ledger.tokens_cut == sum(len(ids) for ids, _ in expected)
 
 
 def test_prompts_and_completions_score_turns_of_the_completion(thinking):
@@ -269,27 +298,50 @@ def test_unknown_turns_are_refused():
         PrepareOptions(turns="each")
 
 
-def test_a_step_of_the_trainer_takes_whole_conversations(thinking, tmp_path):
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], "rope_theta": 1e4}
+MODELS = {
+    "qwen3": ("qwen3", {}, {}),
+    "padded": ("qwen3", {}, {"padding_free": False}),
+    "packed": ("qwen3", {}, {"packing": True, "max_length": 200}),
+    "in pieces": ("qwen3", {}, {"tokens_per_microbatch": 48}),
+    "each round repeated": ("qwen3", {}, {"prefix_sharing": False}),
+    "another table for longer rows": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 60, "pad_token_id": 0},
+        {},
+    ),
+    "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, {}),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_step_of_the_trainer_takes_whole_conversations(thinking, tmp_path, case):
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(thinking), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+    model_type, changes, options = MODELS[case]
+    config = AutoConfig.for_model(
+        model_type, vocab_size=len(thinking), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, **changes,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
+    assert max(len(ids) for messages in TALKS for ids, _ in one_a_turn(thinking, messages)) > 60
     rows = [pair for messages in TALKS for pair in one_a_turn(thinking, messages)]
     with torch.no_grad():
         losses = [model(torch.tensor([ids]), labels=torch.tensor([labels])).loss for ids, labels in rows]
     counts = [sum(label != -100 for label in labels) for _, labels in rows]
     args = SFTConfig(
         tmp_path, assistant_only_loss=True, per_device_train_batch_size=3, num_train_epochs=1, logging_steps=1,
-        report_to=[], save_strategy="no", use_cpu=True, bf16=False, learning_rate=0.0,
+        report_to=[], save_strategy="no", use_cpu=True, bf16=False, learning_rate=0.0, **options,
     )  # fmt: skip
     data = Dataset.from_list([{"messages": each} for each in TALKS])
     trainer = SFTTrainer(model, args, train_dataset=data, processing_class=thinking)
     trainer.train()
     assert trainer.state.global_step == 1
     expected = sum(loss.item() * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, abs=2e-4)
+    logged = trainer.state.log_history[0]
+    assert logged["loss"] == pytest.approx(expected, abs=2e-4)
+    repeats = case in ("each round repeated", "another table for longer rows")
+    laid, _ = run(TALKS, thinking, prefix_sharing=not repeats)
+    assert logged["num_tokens"] == sum(len(row["input_ids"]) for row in laid)
 
 
 def test_what_the_template_does_not_write_is_told(tokenizer, caplog):

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from lowtide.data.batches.packing import Strategy
+from lowtide.data.batches.shared_rounds import Sharing
 from lowtide.data.encode.truncation import Truncation, TruncationMode
 from lowtide.data.formats.reading import ChatSample, Sample, TextSample, TokenSample
 
 logger = logging.getLogger(__name__)
 
 Turns = Literal["as_generated", "whole"]
+SPLITTING = ("bfd_split", "wrapped")
+"""The packing strategies that keep the overflow of a row in further pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,8 @@ class PrepareOptions(TokenOptions):
     """The roles of the messages that are scored. None: the assistant."""
     train_on_last_turn_only: bool = False
     """Score only the last of these messages."""
+    prefix_sharing: bool = True
+    """Whether rounds of a conversation go on from what they have in common, which is there once."""
     stop_ids: tuple[int, ...] = ()
     """Tokens at which generation stops, beside the tokenizer's end token."""
     last_turn_only: bool = False
@@ -136,8 +141,14 @@ class PrepareOptions(TokenOptions):
 
     def truncation_for(self, *, packing: bool) -> Truncation:
         """The limits on a row, which leave its overflow to a packing strategy that keeps it."""
-        keeps_overflow = packing and self.packing_strategy in ("bfd_split", "wrapped")
+        keeps_overflow = packing and self.packing_strategy in SPLITTING
         return replace(self.truncation, max_length=None) if keeps_overflow else self.truncation
+
+    def sharing_for(self, *, packing: bool) -> Sharing | None:
+        """How the rounds of a conversation are laid; whole for a packing strategy that cuts rows anywhere."""
+        if not self.prefix_sharing or (packing and self.packing_strategy in SPLITTING):
+            return None
+        return Sharing(self.max_length if packing else None)
 
 
 @dataclass(frozen=True, kw_only=True)

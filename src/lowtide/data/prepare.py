@@ -20,7 +20,8 @@ from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.packed import RowReader, Units, drop_unscored, packed_tables, write_packed
 from lowtide.data.batches.packing import pack
-from lowtide.data.batches.token_rows import LENGTHS_FEATURE, SEGMENTS, TokenRows
+from lowtide.data.batches.shared_rounds import Sharing
+from lowtide.data.batches.token_rows import LENGTHS_FEATURE, PREFIX_FEATURES, SEGMENTS, TokenRows
 from lowtide.data.cache.cached_map import map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.cache.mapped import mapped_files
@@ -89,7 +90,8 @@ def prepare(
 
     Returns:
         A dataset with the columns `input_ids` and `labels`, `seq_lengths` where rows are packed or a conversation is
-        several segments, and `images` where they show images; and its ledger, or None for a stream.
+        several segments (and `prefix` and `prefix_length` where some of these go on from others), and `images` where
+        they show images; and its ledger, or None for a stream.
 
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
@@ -110,7 +112,8 @@ def prepare(
         encoder = (encoder_of or _encoder)(tokenizer, options, first_row, source)
         if images is not None:
             images.check_first(getattr(encoder, "chat", None), encoder.format.read(first_row))
-        preparer = _Preparer(encoder, truncation, images)
+        sharing = options.sharing_for(packing=packing) if SEGMENTS in encoder.features else None
+        preparer = _Preparer(encoder, truncation, images, sharing)
         rows = dataset.with_format(None)
         if preparer.encoder.format.columns:
             rows = rows.select_columns([*preparer.encoder.format.columns, *shown])
@@ -126,11 +129,14 @@ class _Preparer:
     encoder: Encoder
     truncation: Truncation
     images: ImageExpander | None = None
+    sharing: Sharing | None = None
+    """How the rounds of a conversation are laid."""
 
     @property
     def features(self) -> Features:
         """The columns of tokens, and of images."""
-        return self.encoder.features if self.images is None else Features({**self.encoder.features, **IMAGE_FEATURES})
+        shown = {} if self.images is None else IMAGE_FEATURES
+        return Features({**self.encoder.features, **({} if self.sharing is None else PREFIX_FEATURES), **shown})
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
         if self.images is None:
@@ -140,7 +146,7 @@ class _Preparer:
         return self._noted(whole, numbers).append_column(IMAGES, images_column(shown))
 
     def _noted(self, whole: TokenRows, numbers: Sequence[int]) -> pa.Table:
-        return with_numbers(noted_table(whole, self.encoder.cut(whole, self.truncation)), numbers)
+        return with_numbers(noted_table(whole, self.encoder.cut(whole, self.truncation), self.sharing), numbers)
 
 
 def _encoder(
@@ -168,7 +174,7 @@ def _encoder(
 def _prepare_cached(
     rows: Dataset, preparer: _Preparer, options: PrepareOptions, *, batch_size: int, packing: bool, name: str
 ) -> tuple[Dataset, Ledger]:
-    fingerprint = rows_fingerprint(rows, preparer.encoder.tokenizer, options, preparer.truncation)
+    fingerprint = rows_fingerprint(rows, preparer.encoder.tokenizer, options, preparer.truncation, preparer.sharing)
     noted = Features({**preparer.features, **NOTES, **DOUBT_NOTES})
     prepared = map_cached(rows, preparer, features=noted, fingerprint=fingerprint, num_proc=options.num_proc, name=name)
     statistics = add_up(prepared)
@@ -183,17 +189,23 @@ def _prepare_cached(
         padding_avoided=padding_share(lengths, batch_size),
         read_as=preparer.encoder.format.title,
     )
-    segments = prepared.data.column(SEGMENTS) if SEGMENTS in prepared.column_names else None
-    units = Units.of_rows(lengths, numbers, segments)
+    units = Units.of_rows(lengths, numbers, prepared.data.table)
     if packing:
         packed, ledger = _pack_cached(prepared, units, options, ledger)
-        return packed.select_columns(list({**preparer.encoder.features, **LENGTHS_FEATURE})), ledger
+        columns = list({**preparer.features, **LENGTHS_FEATURE})
+        return packed.select_columns(columns if statistics.shared else _without(columns, PREFIX_FEATURES)), ledger
     if numbers is not None:
         prepared = prepared.select(numbers)
     columns = list(preparer.features)
-    if segments is not None and len(units.lengths) == len(lengths):
-        columns.remove(SEGMENTS)  # each is a row of one segment
+    if not statistics.shared:
+        columns = _without(columns, PREFIX_FEATURES)
+        if len(units.lengths) == len(lengths):  # each is a row of one segment
+            columns = _without(columns, LENGTHS_FEATURE)
     return prepared.select_columns(columns), ledger
+
+
+def _without(columns: Sequence[str], others: Features) -> list[str]:
+    return [name for name in columns if name not in others]
 
 
 def _pack_cached(

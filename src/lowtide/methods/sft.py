@@ -105,6 +105,10 @@ class SFTOptions(TextOptions, VisionOptions):
     train_on_last_turn_only: bool = option(
         False, "With `assistant_only_loss`: score only the last of the assistant's messages."
     )
+    prefix_sharing: bool = option(
+        True,
+        "Compute what the rounds of a conversation have in common once. False repeats it; the numbers are equal.",
+    )
     label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
 
     def check(self) -> None:

@@ -377,26 +377,28 @@ def zero_config(model: nn.Module, args: TrainingConfig) -> dict[str, Any]:
     return sized(args.zero_config, causal_model(model).config.get_text_config().hidden_size)
 
 
-def check_prefixes(engine: Engine, model: nn.Module, args: TrainingConfig) -> bool:
-    """Whether prompts are computed once: where it is wanted, and the model was proved to be able to.
+def check_prefixes(engine: Engine, model: nn.Module, args: TrainingConfig, *, rounds: bool = False) -> bool:
+    """Whether prompts, or what `rounds` of a conversation have in common, are computed once: where it is wanted, and
+    the model was proved to be able to.
 
     On the padded path rows are repeated whole in any case.
     """
     wanted = bool(getattr(args, "prefix_sharing", False))
     if not wanted or not engine.padding_free:
         return wanted
+    what, row = ("what rounds have in common is", "rounds") if rounds else ("prompts are", "completions")
     alike, longest = rows_alike(causal_model(model)), _longest_row(args)
     if alike is not None and (longest is None or longest > alike):
         kind = kinds_by_length(causal_model(model))[0]
         logger.warning(
-            f"prompts are repeated: this model's rotary embeddings ({kind}) are others for rows above {alike:,} "
-            "tokens, and a prompt may have completions of both kinds; if options cut rows to as many (max_length, or "
-            "max_prompt_length and max_completion_length), prompts are computed once"
+            f"{what} repeated: this model's rotary embeddings ({kind}) are others for rows above {alike:,} "
+            f"tokens, and {row} of both kinds may begin alike; if options cut rows to as many (max_length, or "
+            f"max_prompt_length and max_completion_length), {what} computed once"
         )
         return False
     if not engine.found.shares_prefixes:
         logger.warning(
-            f"prompts are repeated: this model's log-probs after a shared prompt differ by "
+            f"{what} repeated: this model's log-probs after a shared prompt differ by "
             f"{engine.found.prefix_error:.2g} nats from those after its own"
         )
     return engine.found.shares_prefixes

@@ -21,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.compat.peft import train_beside_adapters
 from lowtide.compat.torch import FakeTensor
 from lowtide.data.batches.heaviest import check_positions, row_lengths
+from lowtide.data.batches.shared_rounds import WholeRounds
+from lowtide.data.batches.token_rows import PREFIX
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.adapters import add_adapter_of, check_second_adapter
@@ -125,6 +127,8 @@ class TrainingRun:
         """Of the training set."""
         self.shows_images = False
         """Whether rows that were prepared show images."""
+        self.shares_rounds = False
+        """Whether they have segments that go on from others: rounds of a conversation."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references: ReferenceMaker | None = None
         self._referred: Callable[[], nn.Module | None] = lambda: None
@@ -281,6 +285,7 @@ class TrainingRun:
         if self.skips_preparation:
             if self.inputs.data_collator is None:
                 check_masks(dataset, title)
+            self.shares_rounds |= PREFIX in (getattr(dataset, "column_names", None) or ())
             return dataset, None
         check_dataset(dataset, f"the {name} dataset")
         if isinstance(dataset, IterableDataset) and name == "train" and self.args.max_steps < 1:
@@ -298,6 +303,7 @@ class TrainingRun:
         )
         with self.args.main_process_first(desc=f"preparing the {name} dataset"):
             rows, ledger = self.method.rows.prepare(dataset, how, name)
+        self.shares_rounds |= PREFIX in (rows.column_names or ())
         if self.method.rows.shows_images(rows):
             writes = self.method.writes is not None or bool(getattr(self.args, "writes", False))
             check_images(self.model, self.args, title, writes=writes)
@@ -369,11 +375,14 @@ class TrainingRun:
         if args.sharding.cuts_weights and self._references is not None:
             self._references.set_aside(self.model)
         self.engine = install_engine(self.model, args, self.reader if self.shows_images else None)
-        sharing = check_prefixes(self.engine, self.model, args)
+        shares = self.method.rows.completions or self.method.writes or self.shares_rounds
+        sharing = bool(shares) and check_prefixes(self.engine, self.model, args, rounds=self.shares_rounds)
         self.own_collator = self.method.rows.collator(
             args, sharing=sharing, score_rule=self.score_rule, reader=self.reader
         )
         self.collator = inputs.data_collator or self.own_collator
+        if self.shares_rounds and not sharing:
+            self.collator = WholeRounds(self.collator)
         self._drawing = self.method.rows.drawing(args, self.tokenizer, self.vocab_size, self.reader)
         self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size))
         self.active.prepare()

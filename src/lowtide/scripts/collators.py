@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import limit_templates
 from lowtide.data.batches.collate import CompletionCollator
+from lowtide.data.batches.shared_rounds import whole_rounds
+from lowtide.data.batches.token_rows import PREFIX, PREFIX_LENGTH, SEGMENTS
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE
 
@@ -83,9 +85,9 @@ class DataCollatorForLanguageModeling(Collator):
         only_torch(self, self.return_tensors)
 
     def torch_call(self, examples: Sequence[Row]) -> dict[str, Any]:
-        rows = [self._row(row) for row in examples]
+        rows = [whole_rounds(self._row(row)) for row in examples]
         restarts = self.padding_free or self.return_position_ids
-        lengths = [row.get("seq_lengths", [len(row["input_ids"])]) if restarts else [] for row in rows]
+        lengths = [row.get(SEGMENTS, [len(row["input_ids"])]) if restarts else [] for row in rows]
         positions = self.get_position_ids_from_packed_seq_lengths(lengths)
         tokens, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
         if self.padding_free:
@@ -124,8 +126,8 @@ class DataCollatorForLanguageModeling(Collator):
         for mask in masks if "labels" not in row else ():
             labels = [label if kept else IGNORE for label, kept in zip(labels, mask, strict=True)]
         made = {"input_ids": list(row["input_ids"]), "labels": labels}
-        if "seq_lengths" in row:
-            return made | {"seq_lengths": row["seq_lengths"]}
+        if SEGMENTS in row:
+            return made | {name: row[name] for name in (SEGMENTS, PREFIX, PREFIX_LENGTH) if name in row}
         return {name: values[: self.max_length] for name, values in made.items()}
 
 

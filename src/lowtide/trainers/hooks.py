@@ -200,7 +200,8 @@ class LowtideTrainer(Trainer):
 
     def kept_columns(self) -> list[str]:
         """The columns of a dataset that its rows keep."""
-        return ["input_ids", "labels", "seq_lengths", "attention_mask", "position_ids", "images"]
+        segments = ["seq_lengths", "prefix", "prefix_length"]
+        return ["input_ids", "labels", *segments, "attention_mask", "position_ids", "images"]
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

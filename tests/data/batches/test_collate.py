@@ -98,6 +98,17 @@ def test_the_segments_of_a_packed_row_are_sequences_of_their_own():
         assert torch.equal(torch.as_tensor(apart[name]), torch.as_tensor(together[name])), name
 
 
+def test_rounds_are_sequences_with_what_they_go_on_from():
+    row = {"input_ids": [10, 11, 12, 20], "labels": [-100, 11, 12, 20], "seq_lengths": [3, 1]}
+    row |= {"prefix": [-1, 0], "prefix_length": [-1, 1]}
+    apart = DataCollatorWithFlattening()(
+        [{"input_ids": [10, 11, 12], "labels": [-100, 11, 12]}, {"input_ids": [10, 20], "labels": [-100, 20]}]
+    )
+    together = DataCollatorWithFlattening()([row])
+    for name in apart:
+        assert torch.equal(torch.as_tensor(apart[name]), torch.as_tensor(together[name])), name
+
+
 SIZES = {
     "vocab_size": len(WORDS),
     "hidden_size": 32,

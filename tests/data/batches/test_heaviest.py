@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset
 
 from lowtide.data.batches.heaviest import check_positions, heaviest_batch, heaviest_rows, longest_row, row_lengths
+from lowtide.data.batches.shared_rounds import WholeRounds
 
 
 def rows(*lengths: int) -> list[list[int]]:
@@ -20,6 +21,15 @@ def rows(*lengths: int) -> list[list[int]]:
 DATASETS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "texts": ({"input_ids": rows(4, 9, 2), "position_ids": rows(40, 9, 2)}, [4, 9, 2]),
     "packed": ({"input_ids": rows(9, 8), "seq_lengths": [[2, 6, 1], [5, 3]]}, [6, 5]),
+    "rounds": (
+        {
+            "input_ids": rows(11, 4),
+            "seq_lengths": [[6, 2, 3], [4]],
+            "prefix": [[-1, 0, 0], [-1]],
+            "prefix_length": [[-1, 5, -1], [-1]],
+        },
+        [9, 4],
+    ),
     "pairs": ({"prompt_ids": rows(2, 3), "chosen_ids": rows(4, 1), "rejected_ids": rows(1, 5)}, [6, 8]),
     "prompts": ({"prompt_ids": rows(5, 3), "answer": ["a", "b"]}, [5, 3]),
 }
@@ -51,6 +61,12 @@ def test_nothing_is_known_of_rows_that_are_no_lists_of_tokens(columns):
     assert longest_row(dataset) == 0
     assert row_lengths(dataset) is None
     check_positions(dataset, 1, "the data")
+
+
+def test_rounds_that_a_model_runs_whole_count_what_they_go_on_from():
+    dataset = Dataset.from_dict(DATASETS["rounds"][0])
+    assert row_lengths(dataset).tolist() == [11, 4]
+    assert row_lengths(dataset, WholeRounds(list)).tolist() == [22, 4]
 
 
 def test_rows_count_what_is_computed():

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import IMAGES, ImageReader
+from lowtide.data.batches.shared_rounds import whole_rounds
 from lowtide.data.batches.values import DOCUMENT, LABEL, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
 from lowtide.ragged import SECOND_TEXT, RaggedBatch, Shown
 from lowtide.score_rules import IGNORE, NEXT_TOKEN, ScoreRule, ShiftedRight
@@ -41,7 +42,7 @@ OF_TOKENS = ("input_ids", "labels", "attention_mask", "position_ids", "token_typ
 
 @dataclass(frozen=True)
 class RaggedCollator:
-    """Prepared rows (`input_ids`, `labels`, and `seq_lengths` where packed) to a `RaggedBatch`."""
+    """Prepared rows to a `RaggedBatch`, as `RaggedBatch.from_rows` reads them."""
 
     score_rule: ScoreRule = NEXT_TOKEN
     """Which positions are scored."""
@@ -354,6 +355,7 @@ class DataCollatorForCompletionOnlyLM:
 
 def _segments_of(row: Row) -> Iterator[Row]:
     """A packed row's segments, each as a row of lists; another row as it is."""
+    row = whole_rounds(row)
     lengths = row.get("seq_lengths")
     if lengths is None:
         yield row

@@ -9,6 +9,9 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
+from lowtide.data.batches.shared_rounds import tokens_before
+from lowtide.data.batches.token_rows import PREFIX, PREFIX_LENGTH, SEGMENTS
+
 STARTS = 256
 """Row lengths to begin with, in the search for rows that fill a budget."""
 
@@ -17,15 +20,17 @@ def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) ->
     """[rows]: the tokens of each prepared row; None for streams and for data of other kinds.
 
     Args:
-        collator: makes batches of rows. It may say how often it computes a row's prompt (`prompts_per_row`), which
-            completions are only scored (`apart`), or what each prompt, or row, comes to with completions that have yet
-            to be written (`lengths`, `row_lengths`).
+        collator: makes batches of rows. It may say how often it computes a row's prompt (`prompts_per_row`), whether
+            what segments share is computed once (`sharing`), which completions are only scored (`apart`), or what each
+            prompt, or row, comes to with completions that have yet to be written (`lengths`, `row_lengths`).
         trained: count what goes backward alone.
     """
     if not isinstance(dataset, Dataset):
         return None
     if hasattr(collator, "row_lengths"):
         return collator.row_lengths(dataset)
+    if PREFIX in dataset.column_names and not getattr(collator, "sharing", True):
+        return _of_segments(dataset, np.add)
     counted = _token_counts(dataset)
     if counted is None:
         return None
@@ -87,12 +92,8 @@ def check_positions(
 
 def _positions(dataset: Dataset) -> np.ndarray | None:
     """[rows]: the positions that each row takes, which begin anew in each packed segment and behind each prompt."""
-    if "seq_lengths" in dataset.column_names:
-        packed = dataset.with_format("arrow").select_columns(["seq_lengths"]).iter(batch_size=10_000)
-        lists = [part["seq_lengths"].combine_chunks() for part in packed]  # type: ignore[index]
-        return np.concatenate(
-            [np.maximum.reduceat(each.flatten().to_numpy(), _starts(each.value_lengths().to_numpy())) for each in lists]
-        )
+    if SEGMENTS in dataset.column_names:
+        return _of_segments(dataset, np.maximum)
     counted = _token_counts(dataset)
     if counted is None:
         return None
@@ -100,8 +101,17 @@ def _positions(dataset: Dataset) -> np.ndarray | None:
     return np.maximum.reduce(list(counted.values())) + prompts if counted else np.asarray(prompts)
 
 
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    return np.cumsum(lengths) - lengths
+def _of_segments(dataset: Dataset, added_up: np.ufunc) -> np.ndarray:
+    """[rows]: of the lengths of the segments of each row, each with what it goes on from."""
+    columns = [name for name in (SEGMENTS, PREFIX, PREFIX_LENGTH) if name in dataset.column_names]
+    found = []
+    for part in dataset.with_format("arrow").select_columns(columns).iter(batch_size=10_000):
+        lists: Any = {name: part[name].combine_chunks() for name in columns}  # type: ignore[index]
+        flat = {name: each.flatten().to_numpy() for name, each in lists.items()}
+        counts, lengths = lists[SEGMENTS].value_lengths().to_numpy(), flat[SEGMENTS]
+        before = tokens_before(counts, lengths, flat.get(PREFIX), flat.get(PREFIX_LENGTH))
+        found.append(added_up.reduceat(lengths + before, np.cumsum(counts) - counts))
+    return np.concatenate(found)
 
 
 def _token_counts(dataset: Dataset) -> dict[str, np.ndarray] | None:

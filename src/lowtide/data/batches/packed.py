@@ -18,7 +18,15 @@ from jaxtyping import Int
 from rich.progress import track
 
 from lowtide.data.batches.packing import Packing
-from lowtide.data.batches.token_rows import IGNORED, count_scored, list_column, range_index
+from lowtide.data.batches.token_rows import (
+    IGNORED,
+    PREFIX,
+    PREFIX_LENGTH,
+    SEGMENTS,
+    count_scored,
+    list_column,
+    range_index,
+)
 from lowtide.data.cache.mapped import release_pages
 from lowtide.own_files import writing
 
@@ -70,37 +78,67 @@ class RowReader:
 
 @dataclass(frozen=True)
 class Units:
-    """What is packed: rows of a reader, or the segments that they have."""
+    """What is packed, and stays together: rows of a reader, or the segments that they have, each with those that go on
+    from it."""
 
     lengths: Int[np.ndarray, " units"]
     rows: Int[np.ndarray, " units"]
     """The row that each is of."""
     starts: Int[np.ndarray, " units"]
     """Where it begins there."""
+    segments: "Segments | None" = None
+    """Those of each unit; None where each is one."""
 
     @classmethod
     def of_rows(
         cls,
         lengths: Int[np.ndarray, " rows"],
         numbers: Int[np.ndarray, " rows"] | None,
-        segments: pa.ChunkedArray | None,
+        table: pa.Table,
     ) -> "Units":
         """The units of rows with these lengths and numbers; all rows if there are no numbers.
 
         Args:
-            segments: the lengths of the segments of each row of the reader, where rows have several.
+            table: the reader's, with the lengths of the segments of each row where rows have several, and with what
+                these go on from.
         """
         numbers = np.arange(len(lengths)) if numbers is None else numbers
-        if segments is None:
+        if SEGMENTS not in table.column_names:
             return cls(lengths, numbers, np.zeros_like(numbers))
-        lists: Any = segments.combine_chunks()
+        lists: Any = table.column(SEGMENTS).combine_chunks()
         counts = lists.value_lengths().to_numpy()
         ends = np.append(0, np.cumsum(counts, dtype=np.int64))
         index, bounds = range_index(ends[numbers], counts[numbers])
         own = lists.flatten().to_numpy()[index]
         before = np.append(0, np.cumsum(own, dtype=np.int64))[:-1]
-        first = np.repeat(before[np.minimum(bounds[:-1], len(own) - 1)], counts[numbers])
-        return cls(own, np.repeat(numbers, counts[numbers]), before - first)
+        starts = before - np.repeat(before[np.minimum(bounds[:-1], len(own) - 1)], counts[numbers])
+        of_row = np.repeat(numbers, counts[numbers])
+        if PREFIX_LENGTH not in table.column_names:
+            return cls(own, of_row, starts)
+        seen = table.column(PREFIX_LENGTH).combine_chunks().flatten().to_numpy()[index]  # type: ignore[attr-defined]
+        firsts = np.flatnonzero(seen < 0)
+        segments = Segments(own, seen, np.append(firsts, len(own)))
+        return cls(np.add.reduceat(own, firsts), of_row[firsts], starts[firsts], segments)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of units, one unit after the other; those behind a unit's first go on from it."""
+
+    lengths: Int[np.ndarray, " segments"]
+    seen: Int[np.ndarray, " segments"]
+    """From how many tokens of the unit's first; -1 of that."""
+    bounds: Int[np.ndarray, " units+1"]
+    """Where the segments of each unit begin."""
+
+    def columns(self, units: Int[np.ndarray, " pieces"], bins: Int[np.ndarray, " bins+1"]) -> dict[str, pa.ListArray]:
+        """The columns that tell the segments of bins, from the units in them and where each begins among these."""
+        counts = np.diff(self.bounds)[units]
+        index, first = range_index(self.bounds[units], counts)
+        seen, of_bins = self.seen[index], first[bins]
+        before = np.repeat(first[:-1], counts) - np.repeat(of_bins[:-1], np.diff(of_bins))
+        columns = {SEGMENTS: self.lengths[index], PREFIX: np.where(seen < 0, -1, before), PREFIX_LENGTH: seen}
+        return {name: list_column(values, of_bins) for name, values in columns.items()}
 
 
 def packed_tables(reader: RowReader, packing: Packing, units: Units, *, own_token: bool = False) -> Iterator[pa.Table]:
@@ -124,7 +162,10 @@ def packed_tables(reader: RowReader, packing: Packing, units: Units, *, own_toke
         columns = {name: list_column(values, segments[bins]) for name, values in read.items()}
         if reader.numbers is not None:
             columns["number"] = pa.array(_of_bins(reader.numbers[rows], starts, bins), pa.int64())
-        yield pa.table({**columns, "seq_lengths": list_column(lengths, bins), "scored": pa.array(scored, pa.int32())})
+        columns[SEGMENTS] = list_column(lengths, bins)
+        if units.segments is not None:  # each piece is a whole unit
+            columns |= units.segments.columns(packing.row[pieces], bins)
+        yield pa.table({**columns, "scored": pa.array(scored, pa.int32())})
 
 
 def _of_bins(

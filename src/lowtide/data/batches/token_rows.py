@@ -18,6 +18,9 @@ TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Val
 SEGMENTS = "seq_lengths"
 LENGTHS_FEATURE = Features({SEGMENTS: List(Value("int32"))})
 """What rows of several segments have beside these columns: packed ones, and conversations in several rounds."""
+PREFIX, PREFIX_LENGTH = "prefix", "prefix_length"
+PREFIX_FEATURES = Features({PREFIX: List(Value("int32")), PREFIX_LENGTH: List(Value("int32"))})
+"""What they have where segments go on from the beginning of others, as of `RaggedBatch.from_rows`."""
 IGNORED = -100
 """The label of a token that is not scored, as everywhere in Hugging Face's libraries."""
 

@@ -24,24 +24,30 @@ from datasets.fingerprint import (
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
+from lowtide.data.batches.shared_rounds import Sharing
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.options import TokenOptions
 
 logger = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 """Raised whenever preparation gives other numbers than before."""
 NEUTRAL = (
-    *("num_proc", "source", "shuffle", "seed", "packing_strategy"),
+    *("num_proc", "source", "shuffle", "seed", "packing_strategy", "prefix_sharing"),
     *("max_length", "truncation_mode", "max_prompt_length", "max_completion_length"),
 )
-"""Options that don't change how a single row is prepared; the limits on its length count as truncation does."""
+"""Options that don't change how a single row is prepared; the limits on its length count as truncation does, and how
+rounds are laid as what it comes to."""
 OF_TURNS = ("turns", "stop_ids", "roles_to_train", "train_on_last_turn_only")
 """Those that are read where the assistant's turns alone are scored."""
 
 
 def rows_fingerprint(
-    dataset: Dataset, tokenizer: PreTrainedTokenizerBase, options: TokenOptions, truncation: Truncation
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TokenOptions,
+    truncation: Truncation,
+    sharing: Sharing | None = None,
 ) -> str:
     """The fingerprint of a dataset's prepared rows, before they are shuffled or packed."""
     values = {
@@ -59,6 +65,7 @@ def rows_fingerprint(
         json.dumps(values, sort_keys=True),
         function_fingerprint(getattr(options, "formatting_func", None)),
         truncation,
+        sharing,
     )
 
 

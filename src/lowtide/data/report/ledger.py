@@ -58,6 +58,9 @@ class Ledger:
     that repeat it.
     """
 
+    tokens_shared: int = 0
+    """Tokens that rounds of conversations have from other rounds: the model would see so many more in rows a round."""
+
     scored_by_label: Mapping[str, int] | None = None
     """`scored_tokens` by label, for rows that have labels. None for others."""
 
@@ -115,6 +118,10 @@ class Ledger:
         ]
         if self.scored_by_label is not None:
             lines.append(("labels", f"{len(self.scored_by_label):,}", self._shares_of_labels()))
+        if self.tokens_shared:
+            share = _share(self.tokens_shared, self.tokens + self.tokens_shared)
+            note = f"{share} of what the rounds of conversations come to, which they have in common"
+            lines.append(("not repeated", f"{self.tokens_shared:,}", note))
         if self.packing_fill is not None:
             note = f"{_percent(self.packing_fill)} full"
             lines.append(("packed rows", f"{self.packed_rows:,}", note))

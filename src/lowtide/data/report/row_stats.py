@@ -15,7 +15,15 @@ import pyarrow as pa
 from datasets import Dataset, Value
 from jaxtyping import Bool, Int
 
-from lowtide.data.batches.token_rows import SEGMENTS, TokenRows, list_column, optional_columns
+from lowtide.data.batches.shared_rounds import Sharing, share_rounds
+from lowtide.data.batches.token_rows import (
+    PREFIX,
+    PREFIX_LENGTH,
+    SEGMENTS,
+    TokenRows,
+    list_column,
+    optional_columns,
+)
 from lowtide.data.cache.mapped import mapped_files, release_pages
 from lowtide.data.report.doubts import DOUBT_NOTES, Found, doubt_column, find_doubts
 from lowtide.data.report.ledger import Ledger
@@ -50,6 +58,8 @@ class Statistics:
     """What is doubtful in rows that are trained on."""
     cut_by_part: dict[str, int] | None = None
     """`tokens_cut` by the part of the row that lost them; None for rows of one part."""
+    shared: int = 0
+    """Tokens that rounds of conversations have from others."""
 
     @property
     def kept(self) -> int:
@@ -77,6 +87,7 @@ class Statistics:
             batch_size=batch_size,
             padding_avoided=padding_avoided,
             cut_by_part=self.cut_by_part,
+            tokens_shared=self.shared,
             read_as=read_as,
         )
 
@@ -90,26 +101,31 @@ def warn_of_dropped(source: str, statistics: Statistics) -> None:
         logger.warning("%s: %s are not trained on (%s).", source, rows, reasons)
 
 
-def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:
+def noted_table(whole: TokenRows, kept: TokenRows, sharing: Sharing | None = None) -> pa.Table:
     """Rows with their notes, from the rows as they were and as truncation leaves them.
 
     Of several rows that belong to one of the dataset, those without a scored token left are left out.
+
+    Args:
+        sharing: how the others are laid.
     """
     groups = np.arange(len(whole) + 1) if whole.groups is None else whole.groups
     scored = kept.scored_counts()
     rest = kept.cut(np.zeros_like(kept.lengths), np.where(scored > 0, kept.lengths, 0))
-    lengths, scored_before, scored = (_sums(each, groups) for each in (whole.lengths, whole.scored_counts(), scored))
+    lengths, left, scored_before, scored = (
+        _sums(each, groups) for each in (whole.lengths, rest.lengths, whole.scored_counts(), scored)
+    )
     dropped = np.select([lengths == 0, scored_before == 0, scored == 0], [1, 2, 3], default=0)
     merged = np.zeros(len(groups) - 1, dtype=bool) if whole.merged is None else _sums(whole.merged, groups) > 0
-    joined = replace(rest, offsets=rest.offsets[groups])
+    joined, segments = (rest, {}) if rest.groups is None else _joined(rest, sharing)
     return pa.table(
         {
             "input_ids": list_column(joined.token_ids, joined.offsets),
             "labels": list_column(joined.labels, joined.offsets),
-            **({} if whole.groups is None else {SEGMENTS: _segment_lengths(rest.lengths, groups)}),
+            **segments,
             **optional_columns(joined),
             "scored": pa.array(scored, pa.int32()),
-            "cut": pa.array(lengths - joined.lengths, pa.int32()),
+            "cut": pa.array(lengths - left, pa.int32()),
             "dropped": pa.array(dropped, pa.int8()),
             "merged": pa.array(merged & (dropped == 0), pa.bool_()),
             "doubts": doubt_column([whole]),
@@ -117,15 +133,21 @@ def noted_table(whole: TokenRows, kept: TokenRows) -> pa.Table:
     )
 
 
+def _joined(rows: TokenRows, sharing: Sharing | None) -> tuple[TokenRows, dict[str, pa.ListArray]]:
+    """Each group as one row, and the columns that tell its segments."""
+    laid, prefix, seen = share_rounds(rows, sharing)
+    assert laid.groups is not None
+    values = {SEGMENTS: laid.lengths}
+    if sharing is not None:
+        values |= {PREFIX: prefix, PREFIX_LENGTH: seen}
+    columns = {name: list_column(each, laid.groups) for name, each in values.items()}
+    return replace(laid, offsets=laid.offsets[laid.groups]), columns
+
+
 def _sums(values: np.ndarray, groups: Int[np.ndarray, " groups+1"]) -> Int[np.ndarray, " groups"]:
     """The sum of the values of each group."""
     total = np.append(0, np.cumsum(values, dtype=np.int64))
     return total[groups[1:]] - total[groups[:-1]]
-
-
-def _segment_lengths(lengths: Int[np.ndarray, " rows"], groups: Int[np.ndarray, " groups+1"]) -> pa.ListArray:
-    """The lengths of the rows of each group that have tokens."""
-    return list_column(lengths[lengths > 0], np.append(0, np.cumsum(lengths > 0))[groups])
 
 
 def add_up(
@@ -155,6 +177,8 @@ def add_up(
         here = np.flatnonzero(is_kept)
         for index, part in enumerate(parts):
             lengths[index, count : count + len(here)] = np.diff(batch.column(part).offsets.to_numpy())[here]
+        if PREFIX_LENGTH in table.column_names:
+            sums["shared"] += int(batch.column(PREFIX_LENGTH).flatten().to_numpy().clip(0).sum(dtype=np.int64))
         numbers[count : count + len(here)] = first + here
         count += len(here)
         first += batch.num_rows
@@ -170,4 +194,5 @@ def add_up(
         merged=sums["merged"],
         doubts=found,
         cut_by_part={column.removeprefix(CUT_PART): sums[column] for column in cut_parts} or None,
+        shared=sums["shared"],
     )

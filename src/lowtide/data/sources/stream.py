@@ -19,7 +19,7 @@ from jaxtyping import Bool
 
 from lowtide.data.batches.packed import RowReader, Units, packed_tables
 from lowtide.data.batches.packing import pack
-from lowtide.data.batches.token_rows import LENGTHS_FEATURE, SEGMENTS
+from lowtide.data.batches.token_rows import LENGTHS_FEATURE
 from lowtide.data.options import PrepareOptions
 from lowtide.data.report.doubts import DOUBT_NOTES, find_doubts, warn_of_doubts
 
@@ -109,8 +109,7 @@ def _pack_buffer(batch: Batch, options: PrepareOptions, features: Features) -> d
     assert options.max_length is not None
     schema = pa.schema([field for field in features.arrow_schema if field.name in batch])
     rows = pa.table({name: batch[name] for name in schema.names}, schema=schema)
-    segments = rows.column(SEGMENTS) if SEGMENTS in rows.column_names else None
-    units = Units.of_rows(np.array([len(row) for row in batch["input_ids"]]), None, segments)
+    units = Units.of_rows(np.array([len(row) for row in batch["input_ids"]]), None, rows)
     plan = pack(units.lengths, options.max_length, options.packing_strategy)
     packed = pa.concat_tables(packed_tables(RowReader(rows), plan, units, own_token=options.own_token))
     scored = pa.array(packed["scored"].to_numpy() > 0)

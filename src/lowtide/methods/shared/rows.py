@@ -156,6 +156,7 @@ class Texts(RowLayout):
             **{
                 **alike,
                 "formatting_func": how.formatting_func,
+                "prefix_sharing": getattr(how.options, "prefix_sharing", False),
                 "shuffle": shuffle,
                 "vocab_size": how.vocab_size,
                 "num_proc": how.options.dataset_num_proc,

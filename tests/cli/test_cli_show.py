@@ -54,13 +54,27 @@ def run(model, tmp_path, monkeypatch, capsys):
 
 def test_each_segment_has_its_context_and_what_is_scored(run):
     assert run("--assistant_only_loss") == [
-        "row 0, segment 1 of 2: 10 tokens: 5 context 5 scored",
-        "context: 'user a b <end> assistant'",
-        "scored: 'd e then c <end>'",
-        "row 0, segment 2 of 2: 16 tokens: 11 context 5 scored",
+        "row 0, segment 1 of 2: 16 tokens: 11 context 5 scored",
         "context: 'user a b <end> assistant c <end> user f <end> assistant'",
         "scored: 'i then g h <end>'",
+        "row 0, segment 2 of 2: 5 tokens: 5 scored",
+        "goes on behind the first 5 tokens of segment 1, which end with 'user a b <end> assistant'",
+        "scored: 'd e then c <end>'",
     ]
+
+
+def test_a_segment_whose_turn_a_limit_takes_is_dropped_and_one_that_goes_on_from_it_is_not(run):
+    lines = run("--assistant_only_loss", "--max_length", 9)
+    assert lines[:2] == ["row 0, segment 1 of 2: 16 tokens: 16 dropped", "dropped: 'user a b <end> assistant c <end> "
+                         "user f <end> assistant i then g h <end>'"]  # fmt: skip
+    assert lines[2:] == [
+        "row 0, segment 2 of 2: 5 tokens: 4 scored 1 dropped",
+        "goes on behind the first 5 tokens of segment 1, which end with 'user a b <end> assistant'",
+        "scored: 'd e then c'",
+        "dropped: '<end>'",
+    ]
+    ends = run("--assistant_only_loss", "--max_length", 6, "--truncation_mode", "keep_end")
+    assert [line for line in ends if "goes on" in line] == []
 
 
 def test_rows_what_is_dropped_and_the_whole(run):

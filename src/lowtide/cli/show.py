@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from rich.text import Text
 
-    from lowtide.data.report.row_parts import Part
+    from lowtide.data.report.row_parts import ShownSegment
 
 STYLES = {"context": "dim", "scored": "bold green", "dropped": "red strike"}
 
@@ -23,7 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "show",
         help="rows of a dataset as the model will see them: what is context, scored and dropped",
         description="Show rows of a dataset as the model will see them in supervised fine-tuning: what is context, "
-        "what is scored, and what a limit drops. Each segment is computed by itself.",
+        "what is scored, and what a limit drops. Segments do not see each other, but for what one goes on from.",
         allow_abbrev=False,
     )
     parser.add_argument("data", metavar="DATA", help="a JSONL, JSON, CSV or Parquet file, a folder, or a hub name")
@@ -80,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     for number in range(args.row, min(args.row + args.rows, len(rows))):
         segments = segments_of(rows.select([number]), tokenizer, options)
-        for place, parts in enumerate(segments, start=1):
-            for line in _lines(number, place, len(segments), parts, coloured=console.color_system is not None):
+        for place, segment in enumerate(segments, start=1):
+            heading = f"row {number}, segment {place} of {len(segments)}"
+            for line in _lines(heading, segment, coloured=console.color_system is not None):
                 console.print(line, soft_wrap=True)
     return 0
 
@@ -96,13 +97,18 @@ def _generation_config(model: str) -> Any:
         return None
 
 
-def _lines(number: int, place: int, of: int, parts: list[Part], *, coloured: bool) -> Iterator[Text]:
+def _lines(heading: str, segment: ShownSegment, *, coloured: bool) -> Iterator[Text]:
     from rich.text import Text
 
+    parts = segment.parts
     counts = {kind: sum(part.tokens for part in parts if part.kind == kind) for kind in STYLES}
-    heading = f"row {number}, segment {place} of {of}: {sum(counts.values()):,} tokens: "
     told = [(f"{count:,} {kind}", STYLES[kind]) for kind, count in counts.items() if count]
-    yield Text.assemble((heading, "bold"), *(each for one in told for each in (one, " ")))
+    yield Text.assemble(
+        (f"{heading}: {sum(counts.values()):,} tokens: ", "bold"), *(each for one in told for each in (one, " "))
+    )
+    if segment.prefix >= 0:
+        where = f"goes on behind the first {segment.seen:,} tokens of segment {segment.prefix + 1}, which end with "
+        yield Text.assemble((where, "italic"), (repr(segment.before), STYLES["context"]))
     if coloured:
         yield Text.assemble(*((part.text, STYLES[part.kind]) for part in parts))
     else:

@@ -42,7 +42,8 @@ def run(model, tmp_path, monkeypatch, capsys):
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (TALK, TALK[:2])))
 
     def run(*arguments, colours=False) -> list[str]:
-        monkeypatch.setenv("FORCE_COLOR" if colours else "NO_COLOR", "1")
+        for name, wanted in {"FORCE_COLOR": colours, "NO_COLOR": not colours}.items():
+            monkeypatch.setenv(name, "1") if wanted else monkeypatch.delenv(name, raising=False)
         parser = argparse.ArgumentParser()
         show.add_parser(parser.add_subparsers())
         args = parser.parse_args(["show", str(path), "--model", model, *map(str, arguments)])

@@ -58,8 +58,9 @@ class Ledger:
     that repeat it.
     """
 
-    tokens_shared: int = 0
-    """Tokens that rounds of conversations have from other rounds: the model would see so many more in rows a round."""
+    tokens_shared: int | None = None
+    """Tokens that rounds of conversations have from other rounds: the model would see so many more in rows a round.
+    None where they share nothing."""
 
     scored_by_label: Mapping[str, int] | None = None
     """`scored_tokens` by label, for rows that have labels. None for others."""
@@ -69,7 +70,7 @@ class Ledger:
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self) | {"rows_dropped": dict(self.rows_dropped)}
-        for name in ("cut_by_part", "scored_by_label"):
+        for name in ("cut_by_part", "tokens_shared", "scored_by_label"):
             if values[name] is None:
                 del values[name]
         return values

@@ -87,7 +87,7 @@ class Statistics:
             batch_size=batch_size,
             padding_avoided=padding_avoided,
             cut_by_part=self.cut_by_part,
-            tokens_shared=self.shared,
+            tokens_shared=self.shared or None,
             read_as=read_as,
         )
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -66,10 +66,13 @@ class Span(NamedTuple):
     stop: int
 
 
+Spans = tuple[Span, ...]
+
+
 class PiecePlan(NamedTuple):
     """A piece of a long row."""
 
-    spans: tuple[Span, ...]
+    spans: Spans
     after: int = -1
     """The piece that it goes on from; -1 for none."""
     whole: bool = False
@@ -208,72 +211,71 @@ def plan_pieces(segments: Sequence[Segment], numbers: Sequence[int], most: int) 
     Args:
         numbers: the segments of the row, ascending.
     """
+    spans = {number: Span(number, segments[number].start, segments[number].stop) for number in numbers}
+    trees = [
+        (spans[number], *(spans[n] for n in numbers if segments[n].prefix == number))
+        for number in numbers
+        if segments[number].prefix < 0
+    ]
+    return _filled(trees, most, 0, functools.partial(_tree, segments, most))
+
+
+def _filled(
+    items: Iterable[Spans],
+    most: int,
+    first: int,
+    divided: Callable[[Spans, int], list[PiecePlan]],
+    after: int = -1,
+) -> list[PiecePlan]:
+    """Spans in pieces, several in one where they fit; the first of these pieces is piece number `first`.
+
+    Args:
+        items: spans that stand in one piece, where they have at most so many tokens together.
+        divided: the pieces of others, the first of which has the number that it is given.
+        after: the piece that they go on from; -1 of whole segments with all that they see.
+    """
     plan: list[PiecePlan] = []
     room, beside = 0, -1
-    for number in numbers:
-        part = segments[number]
-        if part.prefix >= 0:
+    for spans in items:
+        piece = PiecePlan(spans, after, whole=after < 0)
+        if piece.tokens > most:
+            plan += divided(spans, first + len(plan))
             continue
-        after = [n for n in numbers if segments[n].prefix == number]
-        spans = tuple(Span(n, segments[n].start, segments[n].stop) for n in (number, *after))
-        tokens = sum(each.stop - each.start for each in spans)
-        if tokens > most:
-            plan += _tree(segments, number, after, most, len(plan))
-            continue
-        if tokens > room:
+        if piece.tokens > room:
             beside, room = len(plan), most
-            plan.append(PiecePlan(spans, whole=True))
+            plan.append(piece)
         else:
-            plan[beside] = PiecePlan(tuple(sorted(plan[beside].spans + spans)), whole=True)
-        room -= tokens
+            plan[beside] = piece._replace(spans=tuple(sorted(plan[beside].spans + spans)))
+        room -= piece.tokens
     return plan
 
 
-def _tree(segments: Sequence[Segment], number: int, others: Sequence[int], most: int, first: int) -> list[PiecePlan]:
+def _tree(segments: Sequence[Segment], most: int, spans: Spans, first: int) -> list[PiecePlan]:
     """The pieces of a segment, the first of which is piece number `first`, and of those that go on from it: wherever
     these do, one of its pieces ends."""
     plan: list[PiecePlan] = []
-    begin, after = segments[number].start, -1
-    ends = {other: begin + segments[other].after(segments) for other in others}
+    (number, begin, stop), *others = spans
+    after = -1
+    ends = {other: begin + segments[other.segment].after(segments) for other in others}
     last: dict[int, int] = {}
-    for end in sorted({*ends.values(), segments[number].stop}):
-        plan += _cut(number, segments[number]._replace(start=begin, stop=end), most, after, first + len(plan))
+    for end in sorted({*ends.values(), stop}):
+        plan += _divided(most, after, (Span(number, begin, end),), first + len(plan))
         begin, after = end, first + len(plan) - 1
         last[end] = after
     for end, after in last.items():
-        own = [other for other in others if ends[other] == end]
-        plan += _completions(segments, own, most, after, first + len(plan))
+        own = [(other,) for other in others if ends[other] == end]
+        plan += _filled(own, most, first + len(plan), functools.partial(_divided, most, after), after)
     return plan
 
 
-def _cut(number: int, part: Segment, most: int, after: int, first: int) -> list[PiecePlan]:
-    """A segment in pieces of nearly equal length, the first of which is piece number `first`."""
-    count = -(-part.length // most)
-    bounds = [part.start + part.length * n // count for n in range(count + 1)]
-    spans = [Span(number, bounds[n], bounds[n + 1]) for n in range(count)]
-    return [PiecePlan((each,), after if n == 0 else first + n - 1) for n, each in enumerate(spans)]
-
-
-def _completions(
-    segments: Sequence[Segment], numbers: Iterable[int], most: int, after: int, first: int
-) -> list[PiecePlan]:
-    """Segments that go on from one piece: those that fit together in one, a longer one in several; the first of these
-    pieces is piece number `first`."""
-    plan: list[PiecePlan] = []
-    room, beside = 0, -1
-    for number in numbers:
-        part = segments[number]
-        if part.length > most:
-            plan += _cut(number, part, most, after, first + len(plan))
-            continue
-        span = Span(number, part.start, part.stop)
-        if part.length > room:
-            beside, room = len(plan), most
-            plan.append(PiecePlan((span,), after))
-        else:
-            plan[beside] = PiecePlan((*plan[beside].spans, span), after)
-        room -= part.length
-    return plan
+def _divided(most: int, after: int, spans: Spans, first: int) -> list[PiecePlan]:
+    """A span in pieces of nearly equal length, the first of which is piece number `first`."""
+    ((number, start, stop),) = spans
+    length, count = stop - start, -(-(stop - start) // most)
+    bounds = [start + length * n // count for n in range(count + 1)]
+    return [
+        PiecePlan((Span(number, bounds[n], bounds[n + 1]),), after if n == 0 else first + n - 1) for n in range(count)
+    ]
 
 
 # -- balance -----------------------------------------------------------------------------------------------------------

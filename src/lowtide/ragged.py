@@ -205,7 +205,7 @@ class RaggedBatch:
         rule = None if shown is None else shown.position_rule
         axes = None if rule is None else _axis_positions(rule, segments, images)
         looks = images if any(images) else (), axes
-        return cls._assemble(tokens, positions, indices, targets, segments, row_values, score_values, looks)
+        return cls.assembled(tokens, positions, indices, targets, segments, row_values, score_values, looks)
 
     @classmethod
     def from_rows(
@@ -311,7 +311,7 @@ class RaggedBatch:
                 for part in batch.segments
             ]
             token, row, score = token + batch.tokens, row + batch.rows, score + batch.scores
-        return cls._assemble(
+        return cls.assembled(
             torch.cat([batch.token_ids for batch in batches]),
             torch.cat([batch.position_ids for batch in batches]),
             torch.cat(indices),
@@ -323,7 +323,7 @@ class RaggedBatch:
         )
 
     @classmethod
-    def _assemble(
+    def assembled(
         cls,
         token_ids: Tensor,
         position_ids: Tensor,
@@ -475,7 +475,7 @@ class RaggedBatch:
         place = sent(place, self.score_index.device)
         values = {name: value[place] for name, value in self.score_values.items()}
         places = self.token_ids, self.position_ids, self.score_index[place], self.score_target[place]
-        return self._assemble(*places, segments, self.row_values, values, (self.images, self.axis_positions))
+        return self.assembled(*places, segments, self.row_values, values, (self.images, self.axis_positions))
 
     def times(self, number: int) -> RaggedBatch:
         """The batch so many times, one behind the other, with prefixes that are taken for others each time: none is

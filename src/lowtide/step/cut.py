@@ -215,24 +215,18 @@ def _of_spans(
     row: RaggedBatch, spans: Sequence[Span], parts: Sequence[Segment], scores: Int[Tensor, " scores"], index: list[int]
 ) -> RaggedBatch:
     """The batch of some spans of a row, each a segment."""
-    device = row.token_ids.device
-    chosen = sent(scores, device)
-    counts = [part.score_stop - part.score_start for part in parts]
+    chosen = sent(scores, row.token_ids.device)
 
     def taken(values: Tensor) -> Tensor:
         return torch.cat([values[..., each.start : each.stop] for each in spans], -1)
 
-    return RaggedBatch(
-        token_ids=taken(row.token_ids),
-        position_ids=taken(row.position_ids),
-        offsets=sent(torch.tensor([0, *(part.stop for part in parts)], dtype=torch.int32), device),
-        prefix=torch.full((len(parts),), -1, device=device),
-        row=torch.zeros(len(parts), dtype=torch.long, device=device),
-        score_index=sent(torch.tensor(index, dtype=torch.long), device),
-        score_target=row.score_target[chosen],
-        score_segment=sent(torch.from_numpy(np.repeat(np.arange(len(parts)), counts)), device),
-        segments=tuple(parts),
-        row_values=row.row_values,
-        score_values={name: values[chosen] for name, values in row.score_values.items()},
-        axis_positions=None if row.axis_positions is None else taken(row.axis_positions),
+    return RaggedBatch.assembled(
+        taken(row.token_ids),
+        taken(row.position_ids),
+        sent(torch.tensor(index, dtype=torch.long), chosen.device),
+        row.score_target[chosen],
+        parts,
+        row.row_values,
+        {name: values[chosen] for name, values in row.score_values.items()},
+        ((), None if row.axis_positions is None else taken(row.axis_positions)),
     )

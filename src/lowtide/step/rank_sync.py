@@ -128,9 +128,9 @@ class RankSync:
             yield
         except Exception as error:
             if isinstance(error, OutOfMemory) or not is_out_of_memory(error):
-                if waited_for and not isinstance(error, NotFinite):
-                    raise
                 self.error = error
+                if waited_for and self.end != End.NOT_FINITE:
+                    raise
                 return
             device = torch.device("cpu") if self.part is None else self.part.token_ids.device
             largest = LargestTensors(self.device or device)
@@ -169,18 +169,7 @@ class RankSync:
             RankFailed: another one stopped at something else.
             Exception: what else stopped this rank.
         """
-        if self.error is not None and distributed():
-            tell(self.error)
-        try:
-            worst, rank = worst_rank(self.end, device)
-        except Exception:
-            if self.error is None:
-                raise
-            worst, rank = self.end, 0
-        if self.error is not None:
-            raise self.error
-        if worst == End.ERROR:
-            raise RankFailed(who_stopped())
+        worst, rank = met(self.end, self.error, device)
         if worst == End.NOT_FINITE:
             raise NotFinite(rank=rank)
         if worst == End.OUT_OF_MEMORY:
@@ -198,11 +187,28 @@ RANKS = 1 << 20
 """More than there are ranks."""
 
 
-def worst_rank(end: End, device: torch.device) -> tuple[End, int]:
-    """(how the ranks came through that did worst, the last of them); all ranks ask at the same place."""
-    if not distributed():
-        return end, 0
-    worst = worst_of_ranks(end * RANKS + dist.get_rank(), device)
+def met(end: End, error: Exception | None, device: torch.device) -> tuple[End, int]:
+    """(how the ranks came through that did worst, the last of them); all ranks ask at the same place.
+
+    Args:
+        error: what stopped this one, and is raised once all of them know.
+
+    Raises:
+        RankFailed: another one stopped at something other than memory or a loss that is no number.
+    """
+    worst = end * RANKS
+    if distributed():
+        if error is not None and end != End.OUT_OF_MEMORY:
+            tell(error)
+        try:
+            worst = worst_of_ranks(worst + dist.get_rank(), device)
+        except Exception:
+            if error is None:
+                raise
+    if error is not None:
+        raise error
+    if worst // RANKS == End.ERROR:
+        raise RankFailed(who_stopped())
     return End(worst // RANKS), worst % RANKS
 
 

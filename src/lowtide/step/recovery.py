@@ -20,14 +20,13 @@ from lowtide.compat.torch import version_of
 from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.failures import RankFailed, tell, who_stopped
 from lowtide.ranks.shards import LocalShard
-from lowtide.ranks.world import distributed, worst_of_ranks
+from lowtide.ranks.world import worst_of_ranks
 from lowtide.step.evaluate import score_in_parts
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
-from lowtide.step.rank_sync import End, OutOfMemory, random_state, set_random_state, worst_rank
+from lowtide.step.rank_sync import End, OutOfMemory, met, random_state, set_random_state
 from lowtide.step.train_step import Step
 from lowtide.step_plan import Limits, cut_rows, smaller
 
@@ -187,19 +186,8 @@ def surviving_optimizer_step(optimizer: torch.optim.Optimizer, step: Callable[..
         result = _step_or_repeat(optimizer, step, *args)
     except Exception as error:
         failed, end = error, End.OUT_OF_MEMORY if isinstance(error, OutOfMemory) else End.ERROR
-        if end == End.ERROR and distributed():
-            tell(error)
     device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
-    try:
-        worst, rank = worst_rank(end, device)
-    except Exception:
-        if failed is None:
-            raise
-        worst, rank = end, 0
-    if failed is not None:
-        raise failed
-    if worst == End.ERROR:
-        raise RankFailed(who_stopped())
+    worst, rank = met(end, failed, device)
     if worst == End.OUT_OF_MEMORY:
         raise OutOfMemory(
             f"rank {rank} ran out of memory in the optimizer's step, which this one has taken: what that rank printed "

@@ -28,7 +28,7 @@ class Totals:
     def add(self, **values: Tensor | float) -> None:
         """Adds to sums."""
         for name, value in values.items():
-            _fold(self.sums, name, _number(value), torch.add)
+            _fold(self.sums, name, value, torch.add)
 
     def add_mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a sum of `count` values to a mean."""
@@ -54,12 +54,7 @@ class Totals:
 
     def take_outcome(self, outcome: Outcome) -> None:
         """The metrics that an objective over rows found."""
-        for name, mean in outcome.means.items():
-            self.add_mean(name, mean.total, mean.count)
-        for name, value in outcome.lows.items():
-            _fold(self.lows, name, _number(value), torch.minimum)
-        for name, value in outcome.highs.items():
-            _fold(self.highs, name, _number(value), torch.maximum)
+        self.take_over(Totals({}, {**outcome.means}, {**outcome.lows}, {**outcome.highs}))
 
     def take_over(self, other: Totals) -> None:
         """What was added up elsewhere."""
@@ -95,8 +90,8 @@ def _number(value: Tensor | float) -> Tensor:
     return to_float64(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
 
 
-def _fold(held: dict[str, Tensor], name: str, value: Tensor, join: Callable[[Tensor, Tensor], Tensor]) -> None:
-    before = held.get(name)
+def _fold(held: dict[str, Tensor], name: str, value: Tensor | float, join: Callable[..., Tensor]) -> None:
+    value, before = _number(value), held.get(name)
     held[name] = value if before is None else join(before, value.to(before.device))
 
 

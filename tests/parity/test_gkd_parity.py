@@ -13,18 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.references.parity_world import (
     COMMON,
-    FIRST_STEPS,
     SMALL,
-    STEPS,
     assert_metrics_agree,
     assistant,
     build_model,
-    first_steps,
     lora,
     numbers,
+    runs_of,
     sums,
     tokenizer,
-    train,
+    trained_alike,
     two_turns,
     user,
 )
@@ -84,23 +82,13 @@ def rows(count: int, turns: int, seed: int = 0) -> Dataset:
     return Dataset.from_list([{"messages": talk} for talk in talks])
 
 
-@pytest.mark.parametrize("name", first_steps(CASES, QUICK, LONG))
-def test_first_steps_agree_with_trl(name, tmp_path):
-    check_agreement(CASES[name], FIRST_STEPS, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LONG)
-def test_twenty_steps_agree_with_trl(name, tmp_path):
-    check_agreement(CASES[name], STEPS, tmp_path)
-
-
-def check_agreement(case: Case, steps: int, folder: Any) -> None:
-    theirs = build_trainer(theirs_gkd, case, folder, steps)
-    ours = build_trainer(lowtide, case, folder, steps, case.ours)
-    ours.model.load_state_dict(theirs.model.state_dict())  # an adapter is drawn when the trainer is built
-    expected, actual = train(theirs), train(ours)
-    assert len(actual["loss"]) == len(expected["loss"]) == steps
+@runs_of(CASES, QUICK, LONG)
+def test_steps_agree_with_trl(name, steps, tmp_path):
+    """The loss, the gradient's norm and the metrics of every step."""
+    case = CASES[name]
+    theirs = build_trainer(theirs_gkd, case, tmp_path, steps)
+    ours = build_trainer(lowtide, case, tmp_path, steps, case.ours)
+    expected, actual = trained_alike(theirs, ours, steps)
     assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
     torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0.0)
     torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)

@@ -14,16 +14,14 @@ from datasets import Dataset
 from tests.support.marks import slow_but
 from tests.support.references.parity_world import (
     COMMON,
-    FIRST_STEPS,
-    STEPS,
     assert_metrics_agree,
     build_model,
-    first_steps,
     lora,
     numbers,
     rows_of,
+    runs_of,
     tokenizer,
-    train,
+    trained_alike,
 )
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
@@ -111,24 +109,13 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", first_steps(CASES, QUICK, LONG))
-def test_first_steps_agree_with_trl(name, tmp_path):
-    check_agreement(CASES[name], FIRST_STEPS, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LONG)
-def test_twenty_steps_agree_with_trl(name, tmp_path):
-    check_agreement(CASES[name], STEPS, tmp_path)
-
-
-def check_agreement(case: Case, steps: int, folder: Any) -> None:
-    """Trains both libraries' trainers, and compares the loss, the gradient's norm and the metrics of every step."""
-    theirs = build_trainer(trl, case, folder, steps)
-    ours = build_trainer(lowtide, case, folder, steps, case.ours)
-    ours.model.load_state_dict(theirs.model.state_dict())  # an adapter is drawn when the trainer is built
-    expected, actual = train(theirs), train(ours)
-    assert len(actual["loss"]) == len(expected["loss"]) == steps
+@runs_of(CASES, QUICK, LONG)
+def test_steps_agree_with_trl(name, steps, tmp_path):
+    """The loss, the gradient's norm and the metrics of every step."""
+    case = CASES[name]
+    theirs = build_trainer(trl, case, tmp_path, steps)
+    ours = build_trainer(lowtide, case, tmp_path, steps, case.ours)
+    expected, actual = trained_alike(theirs, ours, steps)
     assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
     torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0.0)
     torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)

@@ -150,20 +150,30 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def first_steps(cases: dict[str, Any], quick: Collection[str], long: Collection[str]) -> list[Any]:
-    """Parameters of the cases that are compared over `FIRST_STEPS`; all but the quick ones are slow, and of the long
-    ones there are those alone that are quick."""
-    return [
-        name if name in quick else pytest.param(name, marks=pytest.mark.slow)
-        for name in cases
-        if name in quick or name not in long
-    ]
+def runs_of(cases: Collection[str], quick: Collection[str], long: Collection[str]) -> Any:
+    """Gives a test each case (`name`) and how many steps are compared (`steps`): `STEPS` of the long ones and
+    `FIRST_STEPS` of the others and of the quick ones, which alone are not slow."""
+    first = [name for name in cases if name in quick or name not in long]
+    slow = [*((name, FIRST_STEPS) for name in first if name not in quick), *((name, STEPS) for name in long)]
+    found = [*((name, FIRST_STEPS) for name in first if name in quick)]
+    return pytest.mark.parametrize(
+        ("name", "steps"), [*found, *(pytest.param(*each, marks=pytest.mark.slow) for each in slow)]
+    )
 
 
 def train(trainer: Any) -> dict[str, torch.Tensor]:
     """Trains, and returns every metric that was logged at every step."""
     trainer.train()
     return numbers([entry for entry in trainer.state.log_history if "loss" in entry])
+
+
+def trained_alike(theirs: Any, ours: Any, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(metrics of TRL's trainer, of ours) of every step, from the same weights."""
+    same_start(ours.model, theirs.model)  # an adapter is drawn when the trainer is built
+    expected, actual = train(theirs), train(ours)
+    assert len(actual["loss"]) == len(expected["loss"]) == steps
+    assert expected["grad_norm"].max() > 0
+    return expected, actual
 
 
 def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, DataCollatorForTokenClassification, Trainer, TrainingArguments
 
 from tests.support.marks import slow_but
 from tests.support.models.masked_texts import COMMON, FAMILIES, PAD, build, make, texts, tokenizer
+from tests.support.references.transformers_world import STEPS, check_training
 
-STEPS = 20
 SETTINGS = {**COMMON, "max_steps": STEPS, "train_sampling_strategy": "sequential", "learning_rate": 1e-3}
 SETTINGS |= {"per_device_eval_batch_size": 8}
 OURS: dict[str, dict[str, Any]] = {
@@ -54,13 +53,6 @@ def theirs(family: str, folder: Path, rows: Dataset, held_out: Dataset, **option
     )
 
 
-def logged(trainer: Any) -> dict[str, torch.Tensor]:
-    """[steps]: the loss and the norm of the gradients."""
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {name: torch.tensor([entry[name] for entry in steps]) for name in ("loss", "grad_norm")}
-
-
 @pytest.mark.parametrize("family", slow_but([next(iter(FAMILIES))], FAMILIES))
 @pytest.mark.parametrize("name", slow_but(["plain"], [*OURS, *BOTH]))
 def test_twenty_steps_agree_with_transformers(name: str, family: str, tmp_path: Path):
@@ -68,9 +60,4 @@ def test_twenty_steps_agree_with_transformers(name: str, family: str, tmp_path: 
     shared, own = BOTH.get(name, {}), OURS.get(name, {})
     reference = theirs(family, tmp_path / "theirs", rows, held_out, **shared)
     ours = make(tmp_path / "ours", rows, family=family, eval_dataset=held_out, **SETTINGS | shared | own)
-    expected, found = logged(reference), logged(ours)
-    assert len(found["loss"]) == len(expected["loss"]) == STEPS
-    assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
-    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-4, atol=0.0)
-    torch.testing.assert_close(found["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
-    torch.testing.assert_close(ours.evaluate()["eval_loss"], reference.evaluate()["eval_loss"], rtol=1e-4, atol=0.0)
+    check_training(ours, reference)

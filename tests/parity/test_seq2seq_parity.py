@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from tests.support.marks import slow_but
 from tests.support.models.pairs_of_texts import COMMON, FAMILIES, build, make, tokenized, tokenizer
+from tests.support.references.transformers_world import STEPS, check_training
 
-STEPS = 20
 SETTINGS = {**COMMON, "max_steps": STEPS, "train_sampling_strategy": "sequential", "per_device_eval_batch_size": 8}
 OURS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -43,13 +42,6 @@ def theirs(family: str, folder: Path, rows: Dataset, held_out: Dataset, **option
     )
 
 
-def logged(trainer: Any) -> dict[str, torch.Tensor]:
-    """[steps]: the loss and the norm of the gradients."""
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {name: torch.tensor([entry[name] for entry in steps]) for name in ("loss", "grad_norm")}
-
-
 @pytest.mark.parametrize("family", slow_but(["t5"], FAMILIES))
 @pytest.mark.parametrize("loss", slow_but(["nll"], BOTH))
 @pytest.mark.parametrize("name", slow_but(["plain"], OURS))
@@ -59,9 +51,4 @@ def test_twenty_steps_agree_with_transformers(name: str, loss: str, family: str,
     options = {**SETTINGS, **BOTH[loss], **OURS[name]}
     ours = make(tmp_path / "ours", rows, family=family, eval_dataset=held_out, **options)
     assert ours.padding_free == (name != "padded")
-    expected, found = logged(reference), logged(ours)
-    assert len(found["loss"]) == len(expected["loss"]) == STEPS
-    assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
-    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-4, atol=0.0)
-    torch.testing.assert_close(found["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
-    torch.testing.assert_close(ours.evaluate()["eval_loss"], reference.evaluate()["eval_loss"], rtol=1e-4, atol=0.0)
+    check_training(ours, reference)

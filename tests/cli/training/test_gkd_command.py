@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 
 from lowtide.cli.main import main
 from tests.support.references.parity_world import build_model, tokenizer
+from tests.support.runs.commands import SMALL, check_flags_and_file, flags_of
 from tests.support.runs.distilling import build_teacher, talks
 
 
@@ -27,30 +26,19 @@ def given(tmp_path: Path) -> dict[str, Any]:
     return {
         **{"model": str(tmp_path / "student"), "teacher_model_name_or_path": str(tmp_path / "teacher")},
         **{"dataset": str(data), "output_dir": str(tmp_path / "run"), "max_steps": 2, "max_new_tokens": 6},
-        **{"per_device_train_batch_size": 2, "lmbda": 0.5, "seq_kd": True, "logging_steps": 1},
-        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True},
+        **{"per_device_train_batch_size": 2, "lmbda": 0.5, "seq_kd": True},
+        **SMALL,
     }
 
 
-def flags(given: dict[str, Any]) -> list[str]:
-    texts = {name: str(value).lower() if value is True else str(value) for name, value in given.items()}
-    return [part for name, text in texts.items() for part in (f"--{name}", text)]
-
-
 def test_flags_and_run_files_train_alike(given, tmp_path, capsys):
-    assert main(["gkd", *flags(given)]) == 0, capsys.readouterr().err
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(given | {"output_dir": str(tmp_path / "again")}))
-    assert main(["gkd", "--config", str(file)]) == 0, capsys.readouterr().err
-    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "again"))
-    assert first.keys() == again.keys()
-    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    check_flags_and_file("gkd", given, capsys)
     assert "completions/mean_length" in capsys.readouterr().out
 
 
 def test_a_missing_teacher_is_one_message(given, capsys):
     del given["teacher_model_name_or_path"]
-    assert main(["gkd", *flags(given)]) == 2
+    assert main(["gkd", *flags_of(given)]) == 2
     assert "there is no teacher" in capsys.readouterr().err
 
 
@@ -58,7 +46,7 @@ def test_a_missing_teacher_is_one_message(given, capsys):
 def test_the_estimate_counts_the_teacher(given, capsys):
     own = {name: given[name] for name in ("model", "dataset", "per_device_train_batch_size", "max_new_tokens")}
     own["teacher_model_name_or_path"] = given["teacher_model_name_or_path"]
-    assert main(["estimate", "gkd", *flags(own), "--device", "H100-80GB", "--json"]) == 0
+    assert main(["estimate", "gkd", *flags_of(own), "--device", "H100-80GB", "--json"]) == 0
     phases = json.loads(capsys.readouterr().out)["phases"]
     teacher = build_teacher(torch.float32)
     size = sum(each.numel() * each.element_size() for each in (*teacher.parameters(), *teacher.buffers()))

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 from transformers import pipeline
 
 from lowtide import MaskedLMConfig, estimate
 from lowtide.cli.main import main
-from lowtide.demo.run import Sizes, run_demo
 from tests.support.models.masked_texts import build, texts, tokenizer
+from tests.support.runs.commands import SMALL, check_demo, check_flags_and_file
 
 
 @pytest.fixture
@@ -27,24 +25,13 @@ def given(tmp_path: Path) -> dict[str, Any]:
     data.write_text("".join(json.dumps(row) + "\n" for row in texts(24)))
     return {
         **{"model": str(model), "dataset": str(data), "output_dir": str(tmp_path / "run"), "max_steps": 3},
-        **{"per_device_train_batch_size": 4, "whole_word_mask": True, "masking": "spans", "logging_steps": 1},
-        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True},
+        **{"per_device_train_batch_size": 4, "whole_word_mask": True, "masking": "spans"},
+        **SMALL,
     }
 
 
 def test_flags_and_run_files_train_alike(given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    flags = [
-        part
-        for name, value in given.items()
-        for part in (f"--{name}", str(value).lower() if value is True else str(value))
-    ]
-    assert main(["masked-lm", *flags]) == 0, capsys.readouterr().err
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(given | {"output_dir": str(tmp_path / "again")}))
-    assert main(["masked-lm", "--config", str(file)]) == 0, capsys.readouterr().err
-    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "again"))
-    assert first.keys() == again.keys()
-    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    check_flags_and_file("masked-lm", given, capsys)
     saved = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert (saved["masking"], saved["whole_word_mask"]) == ("spans", True)
     assert pipeline("fill-mask", model=str(tmp_path / "run"))("tides [MASK] gulls")[0]["score"] > 0
@@ -71,11 +58,4 @@ def test_the_peak_is_predicted(by: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_demo_trains_an_encoder_and_fills_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    def command(method: str, file: Path) -> int:
-        return main([method, "--traceback", "--config", str(file), "--disable_tqdm", "true"])
-
-    sizes = Sizes(steps=4, questions=256, held_out=20, samples=3)
-    report = run_demo(tmp_path, command, method="masked-lm", sizes=sizes)
-    assert report is not None
-    assert 0 <= report["exact_match_after"] <= 1
-    assert "rightly filled in" in capsys.readouterr().out
+    check_demo("masked-lm", "rightly filled in", tmp_path, capsys)

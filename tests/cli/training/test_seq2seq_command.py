@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
-from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
 
 from lowtide import Seq2SeqConfig, estimate
 from lowtide.cli.main import main
-from lowtide.demo.run import Sizes, run_demo
 from tests.support.marks import slow_but
 from tests.support.models.pairs_of_texts import build, rows, tokenizer
+from tests.support.runs.commands import SMALL, check_demo, check_flags_and_file, flags_of
 
 
 @pytest.fixture
@@ -29,24 +27,13 @@ def given(tmp_path: Path) -> dict[str, Any]:
     data.write_text("".join(json.dumps(row) + "\n" for row in rows(24)))
     return {
         **{"model": str(model), "dataset": str(data), "output_dir": str(tmp_path / "run"), "max_steps": 3},
-        **{"per_device_train_batch_size": 4, "label_smoothing_factor": 0.1, "logging_steps": 1},
-        **{"use_cpu": True, "report_to": "none", "disable_tqdm": True},
+        **{"per_device_train_batch_size": 4, "label_smoothing_factor": 0.1},
+        **SMALL,
     }
 
 
-def flags_of(given: dict[str, Any]) -> list[str]:
-    shown = {name: str(value).lower() if value is True else str(value) for name, value in given.items()}
-    return [part for name, value in shown.items() for part in (f"--{name}", value)]
-
-
 def test_flags_and_run_files_train_alike(given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["seq2seq", *flags_of(given)]) == 0, capsys.readouterr().err
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(given | {"output_dir": str(tmp_path / "again")}))
-    assert main(["seq2seq", "--config", str(file)]) == 0, capsys.readouterr().err
-    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "again"))
-    assert first.keys() == again.keys()
-    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    check_flags_and_file("seq2seq", given, capsys)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run")
     assert model.generate(torch.tensor([[7, 8, 1]]), max_new_tokens=3).shape[1] > 1
 
@@ -106,11 +93,4 @@ def test_layers_that_are_unrolled_take_what_all_of_them_take(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_demo_trains_an_encoder_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    def command(method: str, file: Path) -> int:
-        return main([method, "--traceback", "--config", str(file), "--disable_tqdm", "true"])
-
-    sizes = Sizes(steps=4, questions=256, held_out=20, samples=3)
-    report = run_demo(tmp_path, command, method="seq2seq", sizes=sizes)
-    assert report is not None
-    assert 0 <= report["exact_match_after"] <= 1
-    assert "exact answers" in capsys.readouterr().out
+    check_demo("seq2seq", "exact answers", tmp_path, capsys)

@@ -63,6 +63,13 @@ class Segment(NamedTuple):
         before = self.prefix_among(segments)
         return 0 if before is None else before.length
 
+    def images_before(
+        self, segments: Sequence[Segment], images: Sequence[Sequence[SegmentImage]]
+    ) -> list[SegmentImage]:
+        """Those of the images of segments that it sees in its prefix."""
+        seen = self.after(segments)
+        return [each for each in images[self.prefix] if each.start < seen] if seen else []
+
 
 @dataclass(frozen=True)
 class SegmentImage:
@@ -705,9 +712,8 @@ def _axis_positions(
     found = []
     for part, shown in zip(segments, images, strict=True):
         first = part.after(segments)
-        before = [each for each in images[part.prefix] if each.start < first] if part.prefix >= 0 else ()
         own = [replace(image, start=image.start + first) for image in shown]
-        found.append(rule.positions(first + part.length, [*before, *own])[:, first:])
+        found.append(rule.positions(first + part.length, [*part.images_before(segments, images), *own])[:, first:])
     return torch.cat(found, 1)
 
 

@@ -369,7 +369,4 @@ def _padded_images(batch: RaggedBatch) -> Iterator[SegmentImage]:
     """The images of a batch in the order of its padded form."""
     for number in padded_segments(batch) if batch.images else ():
         part = batch.segments[number]
-        for image in batch.images[part.prefix] if part.prefix >= 0 else ():
-            if image.start < part.after(batch.segments):
-                yield image
-        yield from batch.images[number]
+        yield from (*part.images_before(batch.segments, batch.images), *batch.images[number])

@@ -314,8 +314,3 @@ def _digest(tensor: Tensor) -> Tensor:
         wide = numbers.double()
         total += torch.stack([wide.sum(), wide[::2].sum()]).cpu()
     return total
-
-
-def local_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the parts of tensors that lie here."""
-    return sum(local_of(tensor).nbytes for tensor in tensors)

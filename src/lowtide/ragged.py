@@ -18,13 +18,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lowtide.score_rules import IGNORE, NEXT_TOKEN, LaidSegment, ScoreRule, ShiftedRight
 
 SECOND_TEXT = "second_text"
 """Row value: the position at which the second text of a pair begins, for models that tell the two apart."""
+WEIGHT = "weight"
+"""Score value: the weight of a score in a loss that is a sum over scores; absent where each is 1."""
 
 
 class Segment(NamedTuple):
@@ -227,14 +229,15 @@ class RaggedBatch:
         Args:
             rows: each with `input_ids`, optionally `labels` (the tokens themselves if absent), and optionally
                 `seq_lengths` where a row is of several segments, with `prefix` and `prefix_length` where some of them
-                go on from others of the row, as of `from_segments`.
+                go on from others of the row, as of `from_segments`; optionally `loss_weights`, a number for each token.
             score_rule: which positions are scored.
             shown: the images of the rows, which are not packed then.
 
         Raises:
             ValueError: a row lacks `input_ids`, or its lengths do not add up; the message names the row.
         """
-        token_ids, labels, owner, prefix = [], [], [], []
+        token_ids, labels, weights, owner, prefix = [], [], [], [], []
+        weighted = any(entry.get("loss_weights") for entry in rows)
         for number, entry in enumerate(rows):
             if "input_ids" not in entry:
                 raise ValueError(f"row {number} of the batch has no `input_ids`, only {sorted(entry)}")
@@ -247,6 +250,7 @@ class RaggedBatch:
                     f"row {number} of the batch: {len(tokens)} input_ids, {len(wanted)} labels, "
                     f"{sum(lengths)} tokens by seq_lengths; the three must agree"
                 )
+            own = (entry.get("loss_weights") or [1.0] * len(tokens)) if weighted else []
             places = [entry.get(name) for name in ("prefix", "prefix_length")]
             befores, seen = ([-1] * len(lengths) if each is None else each for each in places)
             if not len(befores) == len(seen) == len(lengths):
@@ -260,9 +264,11 @@ class RaggedBatch:
             for length in lengths:
                 token_ids.append(tokens[start : start + length])
                 labels.append(wanted[start : start + length])
+                weights.append(own[start : start + length])
                 owner.append(number)
                 start += length
-        return cls.from_segments(token_ids, labels, prefix=prefix, row=owner, score_rule=score_rule, shown=shown)
+        batch = cls.from_segments(token_ids, labels, prefix=prefix, row=owner, score_rule=score_rule, shown=shown)
+        return replace(batch, score_values={WEIGHT: _weights(batch.segments, labels, weights)}) if weighted else batch
 
     @classmethod
     def from_pairs(
@@ -325,7 +331,7 @@ class RaggedBatch:
             torch.cat([batch.score_target for batch in batches]),
             segments,
             _joined([batch.row_values for batch in batches]),
-            _joined([batch.score_values for batch in batches]),
+            _joined(_with_weights(batches)),
             (images, torch.cat(axes, 1) if axes else None),
         )
 
@@ -715,6 +721,24 @@ def _axis_positions(
         own = [replace(image, start=image.start + first) for image in shown]
         found.append(rule.positions(first + part.length, [*part.images_before(segments, images), *own])[:, first:])
     return torch.cat(found, 1)
+
+
+def _with_weights(batches: Sequence[RaggedBatch]) -> list[Mapping[str, Tensor]]:
+    """The score values of batches, with weights in all of them where some have any."""
+    if not any(WEIGHT in batch.score_values for batch in batches):
+        return [batch.score_values for batch in batches]
+    return [{WEIGHT: torch.ones(batch.scores), **batch.score_values} for batch in batches]
+
+
+def _weights(
+    segments: Sequence[Segment], labels: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]
+) -> Float[Tensor, " scores"]:
+    """The weights of scores, from those of the tokens of segments; of labels the first may be no score's."""
+    found: list[float] = []
+    for part, wanted, own in zip(segments, labels, weights, strict=True):
+        scored = [weight for label, weight in zip(wanted, own, strict=True) if label != IGNORE]
+        found += scored[len(scored) - (part.score_stop - part.score_start) :]
+    return torch.tensor(found)
 
 
 def _joined(values: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from itertools import groupby
 
 import pytest
 from datasets import Dataset
@@ -17,6 +18,15 @@ def said(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
+def weights_of(tokenizer, row):
+    """The weight of each token that is scored, by its text."""
+    given = row.get("loss_weights") or [1.0] * len(row["input_ids"])
+    scored = [place for place, label in enumerate(row["labels"]) if label != -100]
+    assert all(weight == 1 for place, weight in enumerate(given) if place not in scored)
+    runs = groupby(scored, key=lambda place: given[place])
+    return [(tokenizer.decode([row["input_ids"][place] for place in run]), weight) for weight, run in runs]
+
+
 def talk(*marks):
     """A conversation of as many rounds, whose answers have these keys."""
     messages = []
@@ -25,9 +35,11 @@ def talk(*marks):
     return messages
 
 
-def run(rows, tokenizer, **options):
+def run(rows, tokenizer, packing=False, stream=False, **options):
     options = {"assistant_only_loss": True, "vocab_size": 1000, **options}
-    return prepare(Dataset.from_list(rows), tokenizer, PrepareOptions(**options), batch_size=2, packing=False)[0]
+    dataset = Dataset.from_list(rows)
+    dataset = dataset.to_iterable_dataset() if stream else dataset
+    return prepare(dataset, tokenizer, PrepareOptions(**options), batch_size=2, packing=packing)[0]
 
 
 def scored(tokenizer, row):
@@ -51,6 +63,42 @@ def test_what_a_message_says_of_itself_is_followed(tokenizer, way, name, no, yes
     [row] = run([{"messages": messages}], tokenizer, **options)
     assert scored(tokenizer, row) == f"a1.{end}a3.{end}"
     assert all(f"q{number}?" in tokenizer.decode(row["input_ids"]) for number in range(4))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_between_0_and_1_are_of_the_tokens_of_their_message(tokenizer, way, stream):
+    tokenizer.chat_template, options, end = WAYS[way]
+    rows = [
+        {"messages": talk({}, {})},
+        {"messages": talk({"weight": 0.5}, {"weight": 0, "train": False}, {"train": True, "weight": 0.25}, {})},
+    ]
+    rows = [{"messages": [{"weight": None, "train": None, **m} for m in row["messages"]]} for row in rows]
+    found = [*run(rows, tokenizer, stream=stream, **options)]
+    assert weights_of(tokenizer, found[0]) == [(f"a0.{end}a1.{end}", 1.0)]
+    assert weights_of(tokenizer, found[1]) == [(f"a0.{end}", 0.5), (f"a2.{end}", 0.25), (f"a3.{end}", 1.0)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_stay_with_their_tokens_in_bins_and_cut_rows(tokenizer, way, stream):
+    tokenizer.chat_template, options, end = WAYS[way]
+    rows = [{"messages": talk({"weight": 0.5}, {"weight": 1})}, {"messages": talk({}, {})}, {"messages": talk({})}]
+    for strategy in ("bfd", "wrapped"):
+        made = run(rows, tokenizer, stream=stream, packing=True, packing_strategy=strategy, max_length=500, **options)
+        pairs = [pair for row in made for pair in weights_of(tokenizer, row)]
+        assert {text: weight for text, weight in pairs if weight != 1} == {f"a0.{end}": 0.5}
+        assert "".join(text for text, _ in pairs).count(f"a0.{end}") == 3
+    plain = run(rows, tokenizer, **options)[0]
+    first = plain["loss_weights"].index(0.5)
+    cut = run(rows[:1], tokenizer, stream=stream, max_length=first + 1, **options)
+    assert [row["loss_weights"] for row in cut] == [plain["loss_weights"][: first + 1]]
+
+
+def test_rows_without_such_weights_have_no_column_of_them(tokenizer):
+    rows = [{"messages": talk({"weight": 0}, {"weight": 1})}, {"messages": talk({}, {})}]
+    assert run(rows, tokenizer).column_names == ["input_ids", "labels"]
+    assert "loss_weights" not in run(rows, tokenizer, packing=True).column_names
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -83,8 +131,13 @@ def test_other_roles_are_scored_with_their_ends(tokenizer):
 @pytest.mark.parametrize(
     ("mark", "problem"),
     [
-        ({"weight": 0.5}, r"row 0 .* message 1 has weight=0.5, and a message is not trained in part: make it 0 or 1"),
-        ({"weight": 2}, r"message 1 has weight=2; it must be true or false, or 1 or 0"),
+        ({"weight": 2}, r"row 0 .* message 1 has weight=2; it must be true or false, or a weight from 0 to 1"),
+        ({"weight": -0.1}, r"message 1 has weight=-0.1; it must be true or false, or a weight"),
+        ({"weight": float("nan")}, r"message 1 has weight=nan; it must be true or false, or a weight"),
+        ({"weight": float("inf")}, r"message 1 has weight=inf; it must be true or false, or a weight"),
+        ({"loss": "0.5"}, r"message 1 has loss='0.5'; it must be true or false, or a weight"),
+        ({"weight": 0.5, "loss": 0.25}, r"message 1 has .*'weight': 0.5.* contradict each other"),
+        ({"weight": 0.5, "train": False}, r"message 1 has .*'train': False.* contradict each other"),
         ({"train": "no"}, r"message 1 has train='no'; it must be true or false"),
         ({"train": True, "weight": 0}, r"message 1 has .*'train': True.* contradict each other"),
     ],

@@ -51,14 +51,15 @@ def texts() -> list[dict]:
 
 
 def trees() -> list[dict]:
-    """Two answers to a question, of which the second goes on from the question alone."""
+    """Two answers to a question, of which the second goes on from the question alone; some with weights."""
     return [_tree(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]) for row in pair_rows()]
 
 
 def _tree(question: list[int], answer: list[int], other: list[int]) -> dict:
     tokens, before = [*question, *answer, *other], len(question)
     lengths = {"seq_lengths": [before + len(answer), len(other)], "prefix": [-1, 0], "prefix_length": [-1, before]}
-    return {"input_ids": tokens, "labels": [-100] * before + tokens[before:]} | lengths
+    weights = {"loss_weights": [1.0] * len(tokens) if tokens[-1] % 2 else [0.25 + place % 4 / 4 for place in tokens]}
+    return {"input_ids": tokens, "labels": [-100] * before + tokens[before:]} | lengths | weights
 
 
 def own_loss(model, part: RaggedBatch, counts, totals: Totals):

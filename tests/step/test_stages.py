@@ -32,9 +32,11 @@ REFUSED = "where its layers share more than hidden states"
 
 
 def batch() -> RaggedBatch:
-    """Rows of different lengths, two of which share a prefix."""
+    """Rows of different lengths, one of two completions of a prompt, another with weights."""
     pair = RaggedBatch.from_segments([tokens(9, 1), tokens(4, 2), tokens(7, 3)], prefix=[-1, 0, 0], row=[0, 0, 0])
-    return RaggedBatch.concat([pair, *(RaggedBatch.from_segments([tokens(n, n)]) for n in (5, 14, 3))])
+    weighted = {"input_ids": tokens(3, 3), "loss_weights": [1.0, 0.25, 0.5]}
+    rows = [pair, *(RaggedBatch.from_segments([tokens(n, n)]) for n in (5, 14)), RaggedBatch.from_rows([weighted])]
+    return RaggedBatch.concat(rows)
 
 
 def step(model: nn.Module, updater: PipelineUpdater | None = None) -> dict[str, Any]:

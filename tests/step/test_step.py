@@ -25,11 +25,12 @@ from tests.support.ranks.processes import run_ranks
 
 NLL = TokenObjective(LOSSES["nll"])
 RANK_CASES = {
-    f"{'tied' if tied else 'untied'}, {limits}": (tied, limits)
-    for tied in (False, True)
+    f"{'tied' if tied else 'untied'}, {limits}{', weighted' if weighted else ''}": (tied, limits, weighted)
+    for tied, weighted in ((False, False), (True, False), (True, True))
     for limits in (Limits(rows=4), Limits(rows=1), Limits(tokens=20))
 }
-"""Whether the head is tied to the embedding, and the limits of two ranks; within 20 tokens most rows are in pieces."""
+"""Whether the head is tied to the embedding, the limits of two ranks, and whether rows have weights; within 20 tokens
+most rows are in pieces."""
 
 
 def build(tied: bool = False, dtype: torch.dtype = torch.float64):
@@ -49,8 +50,8 @@ def build(tied: bool = False, dtype: torch.dtype = torch.float64):
     return model.to(dtype)
 
 
-def rows(count: int = 8) -> list[dict]:
-    """Ragged rows whose labels are masked here and there."""
+def rows(count: int = 8, *, weighted: bool = False) -> list[dict]:
+    """Ragged rows whose labels are masked here and there; if asked, two of three with weights."""
     generator = torch.Generator().manual_seed(3)
     made = []
     for number in range(count):
@@ -59,6 +60,9 @@ def rows(count: int = 8) -> list[dict]:
         keep = torch.rand(length, generator=generator) < 0.6
         keep[-1] = True
         made.append({"input_ids": tokens.tolist(), "labels": torch.where(keep, tokens, IGNORE).tolist()})
+        if weighted:
+            weights = torch.randint(1, 9, (length,), generator=torch.Generator().manual_seed(number)) / 8
+            made[-1]["loss_weights"] = weights.tolist() if number % 3 else None
     return made
 
 
@@ -71,18 +75,22 @@ def assert_equal(ours: dict, theirs: dict, tolerance: float = 1e-6) -> None:
         assert (ours[name] - grad).norm() <= tolerance * grad.norm(), name
 
 
-def textbook(model, batch_rows) -> tuple[float, dict[str, torch.Tensor]]:
-    """Row by row through the model's own logits: the mean over all scored tokens."""
+def textbook(model, batch_rows, loss_type: str = "nll") -> tuple[float, dict[str, torch.Tensor]]:
+    """Row by row through the model's own logits: the mean over all scored tokens, by their weights."""
     reference = copy.deepcopy(model)
     del reference.forward
     reference.set_attn_implementation("eager")
-    losses = []
+    losses, weights = [], []
     for row in batch_rows:
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])[1:]
         logprobs = torch.log_softmax(type(reference).forward(reference, input_ids=ids).logits[0, :-1], -1)
         scored = labels != IGNORE
-        losses.append(-logprobs[scored].gather(-1, labels[scored][:, None])[:, 0])
-    loss = torch.cat(losses).mean()
+        own = logprobs[scored].gather(-1, labels[scored][:, None])[:, 0]
+        uniform = logprobs[scored].mean(-1)
+        terms = {"nll": -own, "dft": -own * own.detach().exp(), "smoothed": -0.9 * own - 0.1 * uniform}
+        losses.append(terms[loss_type])
+        weights.append(torch.tensor(row.get("loss_weights") or [1.0] * len(row["labels"])).double()[1:][scored])
+    loss = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
     loss.backward()
     return loss.item(), gradients(reference)
 
@@ -99,6 +107,40 @@ def test_gradients_equal_the_textbook_under_any_cut(limits, tied):
     ours = train_step(model, RaggedBatch.from_rows(batch_rows), NLL, limits=limits)
     assert ours.item() == pytest.approx(loss, rel=1e-6)
     assert_equal(gradients(model), expected)
+
+
+LOSS_TYPES = {"nll": NLL, "dft": TokenObjective(LOSSES["dft"])}
+LOSS_TYPES["smoothed"] = TokenObjective(smoothed_nll(0.1), Want(mean_logprobs=True, entropies=True, top1=True))
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+@pytest.mark.parametrize("limits", [Limits(), Limits(rows=3), Limits(rows=1), Limits(tokens=20)], ids=str)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_losses_are_weighted_and_divided_by_the_sum_of_the_weights(loss_type, limits, padding_free):
+    if not padding_free and limits.tokens is not None:
+        pytest.skip("padded rows are not run in pieces")
+    model, batch_rows, totals = build(), rows(weighted=True), Totals()
+    loss, expected = textbook(model, batch_rows, loss_type)
+    batch = RaggedBatch.concat([RaggedBatch.from_rows(batch_rows[:1]), RaggedBatch.from_rows(batch_rows[1:])])
+    models = Models(model, padding_free=padding_free)
+    ours = train_step(models, batch, LOSS_TYPES[loss_type], limits=limits)
+    assert ours.item() == pytest.approx(loss, rel=1e-6)
+    assert_equal(gradients(model), expected)
+    evaluate_batch(models, batch, LOSS_TYPES[loss_type], totals, limits=limits)
+    assert totals.read(torch.device("cpu"))["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_metrics_of_tokens_are_not_weighted():
+    found = []
+    for weighted in (False, True):
+        seen, evaluated = Totals(), Totals()
+        batch = RaggedBatch.from_rows(rows(weighted=weighted))
+        train_step(build(), batch, LOSS_TYPES["smoothed"], totals=seen, limits=Limits(rows=3))
+        evaluate_batch(build(), batch, LOSS_TYPES["smoothed"], evaluated, limits=Limits(rows=3))
+        found.append([{**each.read(torch.device("cpu")), "loss": 0.0} for each in (seen, evaluated)])
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-12)
+    assert {"entropy", "mean_token_accuracy", "scores"} <= found[1][0].keys()
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -156,10 +198,11 @@ def test_evaluation_equals_the_training_loss_and_leaves_no_gradients():
 def rank_main(rank: int, ranks: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    # Unequal shares, so that ranks have to agree on the number of micro-batches: 5 rows here, 3 there.
-    share = RaggedBatch.from_rows(rows()[:5] if rank == 0 else rows()[5:])
+    # Unequal shares, so that ranks have to agree on the number of micro-batches: 1 row here, without weights, 7 there.
+    shares = {weighted: rows(weighted=weighted) for weighted in (False, True)}
     found = {}
-    for name, (tied, limits) in RANK_CASES.items():
+    for name, (tied, limits, weighted) in RANK_CASES.items():
+        share = RaggedBatch.from_rows(shares[weighted][:1] if rank == 0 else shares[weighted][1:])
         model = DistributedDataParallel(build(tied))
         loss = train_step(model, share, NLL, limits=limits, backward=Backward(no_sync=model.no_sync))
         torch.distributed.all_reduce(loss)
@@ -184,8 +227,9 @@ def found(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RANK_CASES)
 def test_two_ranks_equal_one(name, found):
-    model = build(RANK_CASES[name][0])
-    expected = train_step(model, RaggedBatch.from_rows(rows()), NLL)
+    tied, _, weighted = RANK_CASES[name]
+    model = build(tied)
+    expected = train_step(model, RaggedBatch.from_rows(rows(weighted=weighted)), NLL)
     loss, theirs = found[name]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert_equal(theirs, gradients(model))

@@ -21,7 +21,14 @@ from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.packed import RowReader, Units, drop_unscored, packed_tables, write_packed
 from lowtide.data.batches.packing import pack
 from lowtide.data.batches.shared_rounds import Sharing
-from lowtide.data.batches.token_rows import LENGTHS_FEATURE, PREFIX_FEATURES, SEGMENTS, TokenRows
+from lowtide.data.batches.token_rows import (
+    LENGTHS_FEATURE,
+    PREFIX_FEATURES,
+    SEGMENTS,
+    WEIGHTS,
+    WEIGHTS_FEATURE,
+    TokenRows,
+)
 from lowtide.data.cache.cached_map import map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, cache_file, combine, rows_fingerprint
 from lowtide.data.cache.mapped import mapped_files
@@ -189,23 +196,22 @@ def _prepare_cached(
         padding_avoided=padding_share(lengths, batch_size),
         read_as=preparer.encoder.format.title,
     )
+    if WEIGHTS in prepared.column_names and prepared.data.column(WEIGHTS).null_count == len(prepared):
+        prepared = prepared.remove_columns(WEIGHTS)
+    left_out = {
+        *(() if WEIGHTS in prepared.column_names else WEIGHTS_FEATURE),
+        *(() if statistics.shared else PREFIX_FEATURES),
+    }
     units = Units.of_rows(lengths, numbers, prepared.data.table)
     if packing:
         packed, ledger = _pack_cached(prepared, units, options, ledger)
-        columns = list({**preparer.features, **LENGTHS_FEATURE})
-        return packed.select_columns(columns if statistics.shared else _without(columns, PREFIX_FEATURES)), ledger
+        columns = {**preparer.features, **LENGTHS_FEATURE}
+        return packed.select_columns([name for name in columns if name not in left_out]), ledger
     if numbers is not None:
         prepared = prepared.select(numbers)
-    columns = list(preparer.features)
-    if not statistics.shared:
-        columns = _without(columns, PREFIX_FEATURES)
-        if len(units.lengths) == len(lengths):  # each is a row of one segment
-            columns = _without(columns, LENGTHS_FEATURE)
-    return prepared.select_columns(columns), ledger
-
-
-def _without(columns: Sequence[str], others: Features) -> list[str]:
-    return [name for name in columns if name not in others]
+    if not statistics.shared and len(units.lengths) == len(lengths):  # each is a row of one segment
+        left_out |= LENGTHS_FEATURE.keys()
+    return prepared.select_columns([name for name in preparer.features if name not in left_out]), ledger
 
 
 def _pack_cached(

@@ -20,15 +20,22 @@ from lowtide.methods.shared.options import StoredReference, TeacherOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.methods.shared.rows import RowLayout
 from lowtide.objectives.outcome import Counts, Outcome
+from lowtide.ops.float64 import to_float64
 from lowtide.ops.logits.linear_logprobs import NOTHING_MORE, ScoreLoss
 from lowtide.ops.logits.logit_rows import Want
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import WEIGHT, RaggedBatch
 
 EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
 """What keeps a mixture of experts from running rows in pieces; `OWN` keeps a loss of the caller's."""
 OWN = "the loss is not the method's own"
 Scorer = Callable[[RaggedBatch], Tensor]
 """From a batch to its log-probabilities [scores], without gradient."""
+
+
+def score_weight(batch: RaggedBatch) -> Tensor | int:
+    """The sum of the weights of the scores; their number where each is 1."""
+    weights = batch.score_values.get(WEIGHT)
+    return batch.scores if weights is None else to_float64(weights).sum()
 
 
 class FormedInForward:
@@ -48,7 +55,8 @@ class FormedInForward:
 
 @dataclass(frozen=True)
 class TokenObjective(FormedInForward):
-    """A loss that is a sum over scores, divided by their number in the whole batch of an optimizer step."""
+    """A loss that is a sum over scores, divided by their number in the whole batch of an optimizer step; where scores
+    have weights, a sum of weighted losses, divided by the sum of the weights."""
 
     loss: ScoreLoss
     want: Want = NOTHING_MORE
@@ -81,7 +89,7 @@ class TokenObjective(FormedInForward):
         return EXPERTS if self.aux_coefficient else None
 
     def counts(self, batch: RaggedBatch) -> Counts:
-        return {"scores": batch.scores}
+        return {"scores": batch.scores, "weight": float(score_weight(batch))}
 
 
 @dataclass(frozen=True)

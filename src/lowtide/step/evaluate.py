@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE, TEACHER
 from lowtide.engine.heads.head import ScoreOutput, Scores
-from lowtide.methods.method import Objective, RowObjective, Scorer
+from lowtide.methods.method import Objective, RowObjective, Scorer, score_weight
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
@@ -47,7 +47,7 @@ def evaluate_batch(
     for part, output in results:
         totals.take_in(output, part)
         if output.loss is not None:
-            totals.add_mean("loss", output.loss, part.scores)
+            totals.add_mean("loss", output.loss, score_weight(part))
     if isinstance(objective, RowObjective):
         _add_losses(models, objective, turns, results, counts, totals)
     return results

@@ -98,7 +98,7 @@ class TokenLoss(Loss):
     """The loss is known score by score, and formed in forward."""
 
     def forward(self, piece: RaggedBatch) -> ScoreOutput:
-        factor = self.ranks / max(self.counts["scores"], 1)
+        factor = self.ranks / (self.counts["weight"] or 1.0)
         return self.models.forward(piece, scores_of(piece, self.objective, self.accumulate, factor, self.grad_scale))
 
     def of_output(self, part: RaggedBatch, output: ScoreOutput, referred: Tensor | None) -> Tensor:

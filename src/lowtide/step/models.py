@@ -20,7 +20,7 @@ from lowtide.engine.over_ranks.stage import Stage, stage_of
 from lowtide.engine.reference import ReferenceModel, teaching
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import WEIGHT, RaggedBatch
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed
 from lowtide.step.chains import Chain
@@ -192,6 +192,7 @@ def scores_of(
         temperature=objective.temperature,
         loss=objective.score_loss,
         factor=factor,
+        weights=None if objective.score_loss is None else part.score_values.get(WEIGHT),
         grad_scale=grad_scale,
         accumulate=accumulate,
         aux_loss=objective.aux_coefficient != 0,

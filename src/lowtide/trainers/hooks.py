@@ -201,7 +201,7 @@ class LowtideTrainer(Trainer):
     def kept_columns(self) -> list[str]:
         """The columns of a dataset that its rows keep."""
         segments = ["seq_lengths", "prefix", "prefix_length"]
-        return ["input_ids", "labels", *segments, "attention_mask", "position_ids", "images"]
+        return ["input_ids", "labels", "loss_weights", *segments, "attention_mask", "position_ids", "images"]
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:

@@ -299,6 +299,8 @@ class MethodTrainer(LowtideTrainer):
         name, run = title_of(dataset, name), self.training_run
         own = self.own_loss
         plain = own.parts(*OF_TRAINING) if trained_on else own.evaluates(predicts=True)
+        if plain:
+            own.check_rows(name, dataset)
         run.check_rows(name, dataset, trained_on=trained_on, why_whole=OWN if plain else None)
         if run.inputs.data_collator is not None:
             given = getattr(self.data_collator, "__self__", self.data_collator)

@@ -92,7 +92,7 @@ def nll(stats: TokenStats) -> Tensor:
 def run(kind: str, terms: list[Term], *where: Tensor, **options: Any) -> tuple[Tensor, TokenStats]:
     """The loss, and the statistics."""
     if kind == "loss":
-        return linear_loss(terms, *where, nll, factor=0.7, **options)
+        return linear_loss(terms, *where, nll, factor=0.7 / (1 + where[1] % 3), **options)
     stats = linear_logprobs(terms, *where, **options)
     # A rank without scores has a loss of log-probs alone, as a micro-batch without scores.
     return (combined(stats) if len(where[0]) else stats.logprobs.sum()), stats

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 from datasets.utils import are_progress_bars_disabled
-from jaxtyping import Int
+from jaxtyping import Int, Num
 from rich.progress import track
 
 from lowtide.data.batches.packing import Packing
@@ -23,9 +23,11 @@ from lowtide.data.batches.token_rows import (
     PREFIX,
     PREFIX_LENGTH,
     SEGMENTS,
+    WEIGHTS,
     count_scored,
     list_column,
     range_index,
+    weights_column,
 )
 from lowtide.data.cache.mapped import release_pages
 from lowtide.own_files import writing
@@ -37,14 +39,14 @@ PIECES_AT_A_TIME = 500
 
 class RowReader:
     """Reads token ranges of rows in any order from the columns of tokens of an Arrow table: `input_ids`, `labels`, and
-    `words` where it is there.
+    `words` and `loss_weights` where they are there.
 
     Nothing is copied but what is asked for: the table's chunks are looked at where they lie, in the mapped `files`.
     """
 
     def __init__(self, table: pa.Table, files: tuple[str, ...] = ()) -> None:
         self.files = files
-        self.columns = [name for name in ("input_ids", "labels", "words") if name in table.column_names]
+        self.columns = [name for name in ("input_ids", "labels", "words", WEIGHTS) if name in table.column_names]
         self.numbers = table.column("number").to_numpy() if "number" in table.column_names else None
         """By which what is drawn of a row is told from other rows'; None where nothing is drawn."""
         batches = table.select(self.columns).to_batches()
@@ -56,7 +58,7 @@ class RowReader:
         rows: Int[np.ndarray, " pieces"],
         starts: Int[np.ndarray, " pieces"],
         stops: Int[np.ndarray, " pieces"],
-    ) -> dict[str, Int[np.ndarray, " tokens"]]:
+    ) -> dict[str, Num[np.ndarray, " tokens"]]:
         """The columns of the pieces, one after the other."""
         if len(rows) == 0:
             return {name: np.empty(0, np.int32) for name in self.columns}
@@ -71,9 +73,13 @@ class RowReader:
             release_pages(self.files)
         return {name: np.concatenate(column) for name, column in zip(self.columns, found, strict=True)}
 
-    def _piece(self, chunk: int, row: int, start: int, stop: int) -> list[Int[np.ndarray, " tokens"]]:
+    def _piece(self, chunk: int, row: int, start: int, stop: int) -> list[Num[np.ndarray, " tokens"]]:
         """Of each column, where it lies."""
-        return [values[offsets[row] + start : offsets[row] + stop] for values, offsets in self.chunks[chunk]]
+        found = []
+        for values, offsets in self.chunks[chunk]:
+            piece = values[offsets[row] + start : offsets[row + 1]][: stop - start]
+            found.append(piece if len(piece) else np.ones(stop - start, values.dtype))  # weights that are not there
+        return found
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,10 @@ def packed_tables(reader: RowReader, packing: Packing, units: Units, *, own_toke
             read["labels"][segments[:-1]] = IGNORED
         bins = bins - bins[0]
         scored = count_scored(read["labels"], segments[bins], own_token=own_token)
-        columns = {name: list_column(values, segments[bins]) for name, values in read.items()}
+        columns = {
+            name: (weights_column if name == WEIGHTS else list_column)(values, segments[bins])
+            for name, values in read.items()
+        }
         if reader.numbers is not None:
             columns["number"] = pa.array(_of_bins(reader.numbers[rows], starts, bins), pa.int64())
         columns[SEGMENTS] = list_column(lengths, bins)
@@ -204,6 +213,6 @@ def drop_unscored(packed: Dataset) -> tuple[Dataset, int, int]:
     return packed.select(np.flatnonzero(~empty)), int(empty.sum()), int(lengths[empty].sum())
 
 
-def _list_parts(column: pa.ListArray) -> tuple[Int[np.ndarray, " tokens"], Int[np.ndarray, " rows+1"]]:
+def _list_parts(column: pa.ListArray) -> tuple[Num[np.ndarray, " tokens"], Int[np.ndarray, " rows+1"]]:
     """The values of a list column, and where its rows begin and end in them."""
     return column.values.to_numpy(), column.offsets.to_numpy()

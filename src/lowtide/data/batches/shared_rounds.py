@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from lowtide.data.batches.token_rows import IGNORED, PREFIX, PREFIX_LENGTH, SEGMENTS, TokenRows, range_index
+from lowtide.data.batches.token_rows import IGNORED, PREFIX, PREFIX_LENGTH, SEGMENTS, WEIGHTS, TokenRows, range_index
 
 Family = list[tuple[int, int]]
 """Rounds by their numbers, each with how many tokens of the first it goes on from; 0 of the first."""
@@ -122,12 +122,15 @@ def whole_rounds(row: Mapping[str, Any]) -> Mapping[str, Any]:
     before = tokens_before(np.array([len(lengths)]), lengths, prefix, seen).tolist()
     ends = np.cumsum(lengths).tolist()
     starts = [0, *ends[:-1]]
-    tokens, labels = list[int](), list[int]()
+    tokens, labels, weights = list[int](), list[int](), list[float]()
+    given = row.get(WEIGHTS) or []
     for start, end, other, some in zip(starts, ends, row[PREFIX], before, strict=True):
         first = starts[other]  # its own where it goes on from none, of which nothing is repeated
         tokens += [*row["input_ids"][first : first + some], *row["input_ids"][start:end]]
         labels += [*[IGNORED] * some, *row.get("labels", row["input_ids"])[start:end]]
-    return {**rest, "input_ids": tokens, "labels": labels, SEGMENTS: (lengths + before).tolist()}
+        weights += [*given[first : first + some], *given[start:end]]
+    laid = {"input_ids": tokens, "labels": labels, SEGMENTS: (lengths + before).tolist()}
+    return {**rest, **laid, **({WEIGHTS: weights} if weights else {})}
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 """The columns of token rows."""
@@ -21,6 +21,10 @@ LENGTHS_FEATURE = Features({SEGMENTS: List(Value("int32"))})
 PREFIX, PREFIX_LENGTH = "prefix", "prefix_length"
 PREFIX_FEATURES = Features({PREFIX: List(Value("int32")), PREFIX_LENGTH: List(Value("int32"))})
 """What they have where segments go on from the beginning of others, as of `RaggedBatch.from_rows`."""
+WEIGHTS = "loss_weights"
+WEIGHTS_FEATURE = Features({WEIGHTS: List(Value("float32"))})
+"""What rows have in which the weight of a message is between 0 and 1: that of each token in the loss. It is null in
+rows without such a message."""
 IGNORED = -100
 """The label of a token that is not scored, as everywhere in Hugging Face's libraries."""
 
@@ -38,6 +42,8 @@ class TokenRows:
     """Rows whose prompt, tokenized alone, is not how the row begins: tokens merge across its end."""
     words: Int[np.ndarray, " tokens"] | None = None
     """The number of the word that each token belongs to, within its row; None where words are not known."""
+    weights: Float[np.ndarray, " tokens"] | None = None
+    """The weight of each token in the loss, 1 where it is not scored; None where no message has one."""
     numbers: Int[np.ndarray, " rows"] | None = None
     """By which what is drawn of a row is told from other rows'; None where nothing is drawn."""
     doubts: Int[np.ndarray, " rows"] | None = None
@@ -70,8 +76,8 @@ class TokenRows:
 
     def take(self, index: Int[np.ndarray, " kept"], offsets: Int[np.ndarray, " rows+1"]) -> "TokenRows":
         """The tokens at these places, and where each row begins among them."""
-        words = None if self.words is None else self.words[index]
-        return replace(self, token_ids=self.token_ids[index], labels=self.labels[index], offsets=offsets, words=words)
+        known = {"token_ids": self.token_ids, "labels": self.labels, "words": self.words, "weights": self.weights}
+        return replace(self, offsets=offsets, **{name: each[index] for name, each in known.items() if each is not None})
 
 
 def flatten(lists: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, " tokens"], Int[np.ndarray, " rows+1"]]:
@@ -108,6 +114,8 @@ def optional_columns(rows: TokenRows) -> dict[str, pa.Array]:
     columns: dict[str, pa.Array] = {}
     if rows.words is not None:
         columns["words"] = list_column(rows.words, rows.offsets)
+    if rows.weights is not None:
+        columns[WEIGHTS] = weights_column(rows.weights, rows.offsets)
     if rows.numbers is not None:
         columns["number"] = pa.array(rows.numbers, pa.int64())
     return columns
@@ -116,3 +124,12 @@ def optional_columns(rows: TokenRows) -> dict[str, pa.Array]:
 def list_column(values: Int[np.ndarray, " tokens"], offsets: Int[np.ndarray, " rows+1"]) -> pa.ListArray:
     """An Arrow column of 32-bit lists over these values."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values, pa.int32()))
+
+
+def weights_column(weights: Float[np.ndarray, " tokens"], offsets: Int[np.ndarray, " rows+1"]) -> pa.ListArray:
+    """The column of the weights of tokens; null for rows in which each is 1."""
+    lengths, others = np.diff(offsets), np.append(0, np.cumsum(weights != 1))
+    plain = others[offsets[1:]] == others[offsets[:-1]]
+    ends = np.append(0, np.cumsum(np.where(plain, 0, lengths)))
+    kept = weights[np.repeat(~plain, lengths)]
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(kept, pa.float32()), mask=pa.array(plain))

@@ -10,7 +10,7 @@ more follows there is no such span in the whole, and the conversation is refused
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import groupby
@@ -116,31 +116,32 @@ class ChatEncoder:
         return self.encode([chat.until(chat.prompt_messages or 0) for chat in chats], place, generation_prompt=True)
 
     def encode_with_turns(
-        self, chats: Sequence[ChatSample], place: RowPlace, wanted: Sequence[Sequence[int]] | None = None
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """The token ids of each conversation, and 1 for each that the assistant wrote, else 0.
+        self, chats: Sequence[ChatSample], place: RowPlace, wanted: Sequence[Mapping[int, float]] | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The token ids of each conversation, and the weight of each that the assistant wrote, else 0.
 
         Args:
-            wanted: of each conversation, the numbers of the assistant's messages that count; None for all.
+            wanted: of each conversation, the numbers of the assistant's messages that count, with their weights; None
+                for all of them with 1.
 
         Raises:
             ValueError: the template has no generation marks and the turns can't be aligned, or has marks that are not
                 one for each turn where some turns don't count.
         """
         turns = [assistant_turns(chat.messages) for chat in chats]
-        wanted = turns if wanted is None else wanted
+        wanted = [dict.fromkeys(each, 1.0) for each in turns] if wanted is None else wanted
         if not self.has_marks:
             token_ids = self.encode(chats, place)
             return token_ids, self._align_turns(chats, token_ids, place, wanted)
         encoded = self._apply(chats, place, return_assistant_tokens_mask=True)
-        masks = encoded["assistant_masks"]
+        masks: list[list[float]] = [[*mask] for mask in encoded["assistant_masks"]]
         for row, (all_of_it, some) in enumerate(zip(turns, wanted, strict=True)):
-            if len(some) < len(all_of_it):
-                masks[row] = _marked_turns(masks[row], [turn in some for turn in all_of_it], row, place)
+            if [*some.values()] != [1.0] * len(all_of_it):
+                masks[row] = _marked_turns(masks[row], [some.get(turn, 0.0) for turn in all_of_it], row, place)
         return encoded["input_ids"], masks
 
     def encode_rounds(
-        self, chats: Sequence[ChatSample], wanted: Sequence[Sequence[int]], place: RowPlace
+        self, chats: Sequence[ChatSample], wanted: Sequence[Collection[int]], place: RowPlace
     ) -> list[list[Round]]:
         """The rows that each conversation becomes, with the places of the turns that are wanted of it, each as it is
         generated.
@@ -305,13 +306,13 @@ class ChatEncoder:
         chats: Sequence[ChatSample],
         token_ids: list[list[int]],
         place: RowPlace,
-        wanted: Sequence[Sequence[int]],
-    ) -> list[list[int]]:
+        wanted: Sequence[Mapping[int, float]],
+    ) -> list[list[float]]:
         turns = [(row, turn) for row, numbers in enumerate(wanted) for turn in numbers]
         rows = RowPlace(place.source, [place.numbers[row] for row, _ in turns])
         before = self.encode([chats[row].until(turn) for row, turn in turns], rows, generation_prompt=True)
         after = self.encode([chats[row].until(turn + 1) for row, turn in turns], rows)
-        masks = [[0] * len(ids) for ids in token_ids]
+        masks = [[0.0] * len(ids) for ids in token_ids]
         for (row, turn), opening, whole_turn in zip(turns, before, after, strict=True):
             start, stop = len(opening), len(whole_turn)
             ids = token_ids[row]
@@ -325,7 +326,7 @@ class ChatEncoder:
                     "has no {% generation %} marks, and renders the beginning of this conversation differently "
                     "when it stands alone. Set chat_template_path to a template with these marks.",
                 )
-            masks[row][start:stop] = [1] * (stop - start)
+            masks[row][start:stop] = [wanted[row][turn]] * (stop - start)
         return masks
 
     def _still_there(self, alone: list[int], within: list[int], message: Message) -> int:
@@ -368,17 +369,18 @@ class ChatEncoder:
         return encoded
 
 
-def _marked_turns(mask: list[int], wanted: Sequence[bool], row: int, place: RowPlace) -> list[int]:
-    """The mask of some turns, from that of all, each of which is a run of marks."""
+def _marked_turns(mask: Sequence[float], weights: Sequence[float], row: int, place: RowPlace) -> list[float]:
+    """The weights of the tokens of turns, from the mask of all turns, each of which is a run of marks."""
     runs = [(bit, len(list(run))) for bit, run in groupby(mask)]
-    if sum(bit for bit, _ in runs) != len(wanted):
+    if sum(bit for bit, _ in runs) != len(weights):
         raise place.error(
             row,
-            f"some of the {len(wanted)} messages of the assistant are not to be trained, and which of the tokens are "
-            "theirs can't be told from the chat template's {% generation %} marks. Take a template without marks.",
+            f"some of the {len(weights)} messages of the assistant are not to be trained, or with another weight, and "
+            "which of the tokens are theirs can't be told from the chat template's {% generation %} marks. Take a "
+            "template without marks.",
         )
-    kept = iter(wanted)
-    return [value for bit, length in runs for value in [int(bool(bit) and next(kept))] * length]
+    each = iter(weights)
+    return [value for bit, length in runs for value in [next(each) if bit else 0.0] * length]
 
 
 def _cannot_render(error: BaseException) -> str:

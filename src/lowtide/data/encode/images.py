@@ -179,7 +179,9 @@ class ImageExpander:
         prompts = rows.prompt_lengths
         if prompts is not None:
             prompts = starts[rows.offsets[:-1] + prompts] - starts[rows.offsets[:-1]]
-        return replace(rows, token_ids=token_ids, labels=labels, offsets=starts[rows.offsets], prompt_lengths=prompts)
+        weights = None if rows.weights is None else rows.weights[index]
+        made = replace(rows, token_ids=token_ids, labels=labels, weights=weights, prompt_lengths=prompts)
+        return replace(made, offsets=starts[rows.offsets])
 
     def _check_uncut(self, sides: Sequence[TokenRows], place: RowPlace) -> None:
         """Refuses limits that would cut into an image: its features would have no place."""

@@ -44,6 +44,8 @@ class Round:
 
     token_ids: list[int]
     turns: list[tuple[int, int]] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    """Which of the conversation's scored turns these are."""
     doubt: Doubt = NO_DOUBT
     """What is doubtful in the conversation."""
 
@@ -169,7 +171,10 @@ def rounds_of(turns: Sequence[tuple[list[int], list[int]]], whole: list[int]) ->
     Args:
         whole: the tokens of the conversation as it stands, which is the row where that begins with all turns.
     """
-    rows = [Round(context + target, [(len(context), len(context) + len(target))]) for context, target in turns]
+    rows = [
+        Round(context + target, [(len(context), len(context) + len(target))], [number])
+        for number, (context, target) in enumerate(turns)
+    ]
     kept: list[Round] = []
     for row in sorted(rows, key=lambda each: -len(each.token_ids)):
         home = next((each for each in kept if each.token_ids[: len(row.token_ids)] == row.token_ids), None)
@@ -177,8 +182,10 @@ def rounds_of(turns: Sequence[tuple[list[int], list[int]]], whole: list[int]) ->
             kept.append(row)
         else:
             home.turns.extend(row.turns)
-    for row in kept:
+            home.numbers.extend(row.numbers)
+    for row in kept:  # both ascend with the tokens before a turn
         row.turns.sort()
+        row.numbers.sort()
     if not kept or (len(kept) == 1 and whole[: len(kept[0].token_ids)] == kept[0].token_ids):
-        return [Round(whole, [turn for row in kept for turn in row.turns])]
+        return [Round(whole, kept[0].turns, kept[0].numbers) if kept else Round(whole)]
     return [row for row in rows if any(row is each for each in kept)]

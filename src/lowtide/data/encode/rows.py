@@ -11,19 +11,28 @@ Where we differ: a `completion_mask` that comes with tokenized rows is used unle
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from datasets import Features
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.token_rows import IGNORED, LENGTHS_FEATURE, TOKEN_FEATURES, TokenRows, flatten
+from lowtide.data.batches.token_rows import (
+    IGNORED,
+    LENGTHS_FEATURE,
+    TOKEN_FEATURES,
+    WEIGHTS,
+    WEIGHTS_FEATURE,
+    TokenRows,
+    flatten,
+)
 from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.text import TextEncoder
 from lowtide.data.encode.tokenized import encode_tokenized
 from lowtide.data.encode.truncation import Truncation, truncate
-from lowtide.data.formats.conversation import TRAINED, is_trained, trained_roles
+from lowtide.data.formats.conversation import TRAINED, trained_roles, weight_of
 from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PrepareOptions
 from lowtide.data.report.doubts import Doubt, doubts_of, ending_ids, relabelled, special_ids, without
@@ -71,8 +80,9 @@ class RowEncoder:
         self.roles = trained_roles(["assistant"] if options.roles_to_train is None else options.roles_to_train)
         if self.chat is not None:
             self._check_trained(self.chat, first)
-        if self.chat is not None and self.chat.by_turns:
-            self.features = Features({**TOKEN_FEATURES, **LENGTHS_FEATURE})
+        if self.chat is not None and options.assistant_only_loss:
+            lengths = LENGTHS_FEATURE if self.chat.by_turns else {}
+            self.features = Features({**TOKEN_FEATURES, **lengths, **WEIGHTS_FEATURE})
         self._encode = {
             TokenSample: self._encode_tokenized,
             TextSample: self._encode_texts,
@@ -113,7 +123,8 @@ class RowEncoder:
                 raise place.error(index, f"this is a {sample.kind}, and the dataset's first row a {self.kind}.")
         rows = self._encode(samples, place)
         check_vocabulary(rows, self.vocab_size, place)
-        return replace(rows, doubts=self._doubts(samples, rows))
+        weights = rows.weights if WEIGHTS in self.features else None
+        return replace(rows, doubts=self._doubts(samples, rows), weights=weights)
 
     def _doubts(self, samples: Sequence[Sample], rows: TokenRows) -> Int[np.ndarray, " rows"]:
         """What is doubtful in each row."""
@@ -149,16 +160,16 @@ class RowEncoder:
         assert self.chat is not None
         if self.chat.by_turns:
             return self._encode_rounds(self.chat, samples, place)
-        scored = None
+        weights = None
         if self.options.assistant_only_loss:
             wanted = [self._wanted(sample, index, place, 0) for index, sample in enumerate(samples)]
             token_ids, masks = self.chat.encode_with_turns(samples, place, wanted)
-            scored = flatten(masks)[0] != 0
+            weights = np.fromiter(chain.from_iterable(masks), np.float32)
         else:
             token_ids = self.chat.encode(samples, place)
         if samples[0].prompt_messages is None:
-            return _rows(*flatten(token_ids), scored)
-        return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, scored)
+            return _rows(*flatten(token_ids), weights)
+        return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, weights)
 
     def _encode_rounds(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
         all_count = self.options.completion_only_loss is False
@@ -168,43 +179,44 @@ class RowEncoder:
         rounds = chat.encode_rounds(samples, wanted, place)
         rows = [row for of_sample in rounds for row in of_sample]
         token_ids, offsets = flatten([row.token_ids for row in rows])
-        scored = np.zeros(len(token_ids), dtype=bool)
-        for start, row in zip(offsets.tolist(), rows, strict=False):
-            for begin, end in row.turns:
-                scored[start + begin : start + end] = True
+        weights = np.zeros(len(token_ids), dtype=np.float32)
+        of_turns = [[*of_sample.values()] for of_sample, made in zip(wanted, rounds, strict=True) for _ in made]
+        for start, row, own in zip(offsets.tolist(), rows, of_turns, strict=False):
+            for number, (begin, end) in zip(row.numbers, row.turns, strict=True):
+                weights[start + begin : start + end] = own[number]
         prompts = None
         if samples[0].prompt_messages is not None:
             prompts = np.array([row.turns[0][0] if row.turns else len(row.token_ids) for row in rows], dtype=np.int64)
         groups = np.cumsum([0, *map(len, rounds)])
         doubts = np.array([of_sample[0].doubt for of_sample in rounds], dtype=np.int64)
-        return replace(_rows(token_ids, offsets, scored, prompts), groups=groups, doubts=doubts)
+        return replace(_rows(token_ids, offsets, weights, prompts), groups=groups, doubts=doubts)
 
-    def _wanted(self, sample: ChatSample, index: int, place: RowPlace, first: int) -> list[int]:
-        """The numbers of the messages that are scored, from `first` on."""
+    def _wanted(self, sample: ChatSample, index: int, place: RowPlace, first: int) -> dict[int, float]:
+        """The numbers of the messages that are scored, from `first` on, with their weights."""
         try:
-            found = [
-                number
+            found = {
+                number: weight
                 for number, message in enumerate(sample.messages)
-                if number >= first and message["role"] in self.roles and is_trained(message, number)
-            ]
+                if number >= first and message["role"] in self.roles and (weight := weight_of(message, number))
+            }
         except ValueError as error:
             raise place.error(index, error) from error
-        return found[-1:] if self.options.train_on_last_turn_only else found
+        return dict([*found.items()][-1:]) if self.options.train_on_last_turn_only else found
 
     def _after_prompts(
         self,
         prompts: Sequence[Sequence[int]],
         whole: Sequence[Sequence[int]],
-        assistant: Bool[np.ndarray, " tokens"] | None = None,
+        weights: Float[np.ndarray, " tokens"] | None = None,
     ) -> TokenRows:
         token_ids, offsets = flatten(whole)
         lengths = np.array([shared_prefix(a, b) for a, b in zip(prompts, whole, strict=True)], dtype=np.int64)
         merged = lengths < np.array([len(prompt) for prompt in prompts])
-        scored = np.ones(len(token_ids), dtype=bool) if assistant is None else assistant
+        weights = np.ones(len(token_ids), dtype=np.float32) if weights is None else weights
         if self.options.completion_only_loss is not False:
             position = np.arange(len(token_ids)) - np.repeat(offsets[:-1], np.diff(offsets))
-            scored = scored & (position >= np.repeat(lengths, np.diff(offsets)))
-        return _rows(token_ids, offsets, scored, lengths, merged)
+            weights = weights * (position >= np.repeat(lengths, np.diff(offsets)))
+        return _rows(token_ids, offsets, weights, lengths, merged)
 
 
 def _with_last_turn(sample: Sample, index: int, place: RowPlace) -> Sample:
@@ -254,9 +266,11 @@ def check_ids(
 def _rows(
     token_ids: Int[np.ndarray, " tokens"],
     offsets: Int[np.ndarray, " rows+1"],
-    scored: Bool[np.ndarray, " tokens"] | None = None,
+    weights: Float[np.ndarray, " tokens"] | None = None,
     prompt_lengths: Int[np.ndarray, " rows"] | None = None,
     merged: Bool[np.ndarray, " rows"] | None = None,
 ) -> TokenRows:
-    labels = token_ids if scored is None else np.where(scored, token_ids, IGNORED)
-    return TokenRows(token_ids, labels, offsets, prompt_lengths, merged)
+    """Rows of which tokens of weight 0 are not scored."""
+    labels = token_ids if weights is None else np.where(weights != 0, token_ids, IGNORED)
+    rest = None if weights is None else np.where(weights != 0, weights, 1)
+    return TokenRows(token_ids, labels, offsets, prompt_lengths, merged, weights=rest)

@@ -40,7 +40,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """The names under which datasets and chat templates have a message's thoughts."""
 
 TRAINED = ("train", "weight", "loss_mask", "loss")
-"""The names under which messages say whether they are trained: those of Axolotl, of OpenAI, of verl, and of others."""
+"""The names under which messages say whether they are trained, or with which weight: those of Axolotl, of OpenAI, of
+verl, and of others."""
 
 FOLLOWERS = {
     None: ("system", "user"),
@@ -92,23 +93,23 @@ def trained_roles(names: Sequence[str]) -> frozenset[str]:
     return frozenset(name if name in ROLE_KINDS else FROM_ROLES[name] for name in names)
 
 
-def is_trained(message: Message, number: int) -> bool:
-    """Whether a message is scored, by what it says itself; `number` is its place in the conversation.
+def weight_of(message: Message, number: int) -> float:
+    """The weight of a message in the loss, by what it says itself: 0 where it is not scored; `number` is its place in
+    the conversation.
 
     Raises:
-        ValueError: it says neither, or both.
+        ValueError: it says something else, or several things that contradict each other.
     """
     said = {name: message[name] for name in TRAINED if message.get(name) is not None}
     for name, value in said.items():
-        if isinstance(value, float) and 0 < value < 1:
+        if not isinstance(value, bool | int | float) or not 0 <= value <= 1:
             raise ValueError(
-                f"message {number} has {name}={value!r}, and a message is not trained in part: make it 0 or 1."
+                f"message {number} has {name}={value!r}; it must be true or false, or a weight from 0 to 1."
             )
-        if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise ValueError(f"message {number} has {name}={value!r}; it must be true or false, or 1 or 0.")
-    if len(set(map(bool, said.values()))) > 1:
+    weights = {float(value) for value in said.values()}
+    if len(weights - {1.0}) > 1 or {0.0, 1.0} <= weights:
         raise ValueError(f"message {number} has {said}, which contradict each other: keep one of them.")
-    return all(said.values())
+    return min(weights, default=1.0)
 
 
 def without_nulls(value: Any) -> Any:

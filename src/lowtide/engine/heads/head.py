@@ -61,6 +61,8 @@ class Scores:
     """A loss that is known score by score: its gradients are formed in forward, and `ScoreOutput.loss` is set."""
     factor: float = 1.0
     """Factor of that loss."""
+    weights: Float[Tensor, " scores"] | None = None
+    """The weights of the scores in that loss; None where each is 1."""
     grad_scale: float = 1.0
     """What `backward` multiplies the loss by (see `ops.logits.linear_logprobs.linear_loss`)."""
     accumulate: bool = False

@@ -199,6 +199,8 @@ def _fused(
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)
     shared |= {"factor": scores.factor, "grad_scale": scores.grad_scale}
+    if scores.weights is not None:
+        shared["factor"] *= scores.weights.to(torch.promote_types(hidden.dtype, torch.float32))
     target, loss, taught = scores.target, scores.loss, scores.teacher
     if taught is None:
         return linear_loss(terms, scores.index, target, loss, **shared)

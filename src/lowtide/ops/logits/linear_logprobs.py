@@ -206,7 +206,7 @@ def linear_loss(
 
     Args:
         loss: from statistics to losses, score by score.
-        factor: of the sum, such as one over the number of scores; its gradient is not taken.
+        factor: of the sum, such as one over the number of scores, or of each loss, [scores]; its gradient is not taken.
         grad_scale: the gradient with which `backward` will be called, by a loss scaler for float16 training say. The
             gradients are formed so much larger, so that small ones do not underflow before they are scaled. Another
             gradient than this one in `backward` is right as well, without that benefit.
@@ -276,6 +276,12 @@ class _Loss(NamedTuple):
     factor: float | Tensor
     grad_scale: float
 
+    def summed(self, losses: Tensor, own: slice) -> Tensor:
+        """The sum of the losses of some of this rank's scores, times their factor."""
+        if isinstance(self.factor, Tensor) and self.factor.dim():
+            return (losses * self.factor[own]).sum()
+        return losses.sum() * self.factor
+
 
 def _wanted(
     want: Want,
@@ -336,6 +342,10 @@ class OwnScores:
     def add_back(self, into: Tensor, span: slice, x: Tensor) -> None:
         """Adds up the gradients of a chunk's hidden states."""
         into.index_add_(0, self.index[span], x if self.split is None else self.split.summed(x))
+
+    def own_span(self, span: slice) -> slice:
+        """Which of this rank's scores are in a part of a chunk."""
+        return span
 
     def of_own(self, stats: RowStats, span: slice) -> RowStats:
         """Those of this rank, of the statistics of a part of a chunk; the other two, of all scores, likewise."""
@@ -782,7 +792,7 @@ class _LinearLoss(torch.autograd.Function):
                 for part, rows in head.blocks(span, logits):
                     stats = rows.stats(spec.want, keep=any(needs) and spec.want.entropies)
                     columns.append(stats)
-                    losses, slopes = _score_losses(loss, scores.of_own(stats, part), spec.want)
+                    losses, slopes = _score_losses(loss, scores.of_own(stats, part), spec.want, scores.own_span(part))
                     total += losses
                     if any(needs):
                         rows.gradient(scores.of_everyone(slopes), stats.entropies)
@@ -815,8 +825,9 @@ class _LinearLoss(torch.autograd.Function):
         return None, None, None, None, *_returned(gradients, ctx.cut, sinks)
 
 
-def _score_losses(loss: _Loss, stats: RowStats, want: Want) -> tuple[Float[Tensor, ""], Slopes]:
-    """`factor` times the sum of the losses, and `grad_scale` times its gradients at the statistics."""
+def _score_losses(loss: _Loss, stats: RowStats, want: Want, own: slice) -> tuple[Float[Tensor, ""], Slopes]:
+    """`factor` times the sum of the losses, and `grad_scale` times its gradients at the statistics, which are of the
+    scores `own` of this rank."""
     with torch.enable_grad():
         logprobs = stats.logprobs.detach().requires_grad_()
         entropies = stats.entropies.detach().requires_grad_() if want.entropies else None
@@ -824,7 +835,7 @@ def _score_losses(loss: _Loss, stats: RowStats, want: Want) -> tuple[Float[Tenso
         divergences = stats.divergences.detach().requires_grad_() if want.divergences else None
         leaves = [leaf for leaf in (logprobs, entropies, means, divergences) if leaf is not None]
         known = TokenStats(logprobs, entropies, means, stats.top1 if want.top1 else None, divergences=divergences)
-        total = loss.of_stats(known).sum() * loss.factor
+        total = loss.summed(loss.of_stats(known), own)
         slopes = iter(torch.autograd.grad(total * loss.grad_scale, leaves, allow_unused=True))
     of_logprobs = next(slopes)
     of_entropies = next(slopes) if entropies is not None else None

@@ -149,10 +149,14 @@ class SplitScores:
         """The scores of each chunk."""
         return (slice(start, start + self.rows) for start in range(0, self.chunks * self.rows, max(self.rows, 1)))
 
+    def own_span(self, span: slice) -> slice:
+        """Which of this rank's scores are in a chunk."""
+        start = span.start // self.split.ranks
+        return slice(start, start + self.own_rows)
+
     def _own(self, span: slice) -> Tensor:
         """[some]: the places of the hidden states of this rank's scores in a chunk; fewer in the last."""
-        start = span.start // self.split.ranks
-        return self.index[start : start + self.own_rows]
+        return self.index[self.own_span(span)]
 
     def taken(self, x: Float[Tensor, "tokens hidden"], span: slice, dtype: torch.dtype) -> Float[Tensor, "rows hidden"]:
         """The hidden states of a chunk."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import WEIGHT, RaggedBatch
 
 MASKS = ("completion_mask", "assistant_masks")
 LOOKED_AT = 10_000
@@ -43,6 +43,12 @@ def check_collator(
             f"the data_collator {title} makes no batch of {len(rows)} rows of {name}, which have "
             f"{', '.join(rows[0])}: {remedy} ({type(error).__name__}: {error})"
         ) from error
+    weighted = list(islice((row for row in _first(dataset) if row.get("loss_weights")), count))
+    if weighted and WEIGHT not in collate(weighted).score_values:
+        raise ValueError(
+            f"the data_collator {title} leaves out the weights of messages that {name} has (loss_weights): {remedy}, "
+            "or make them 0 or 1"
+        )
     if not {"prompt_ids", "seq_lengths"} & rows[0].keys():
         return
     expected = own(rows)
@@ -93,7 +99,7 @@ def check_masks(dataset: Any, name: str) -> None:
     Raises:
         ValueError: names the masks.
     """
-    columns = getattr(dataset, "column_names", None) or list(next(_rows_of(dataset), {}))
+    columns = getattr(dataset, "column_names", None) or list(next(_first(dataset), {}))
     masks = [each for each in MASKS if each in columns]
     if masks and "labels" not in columns:
         raise ValueError(
@@ -107,7 +113,7 @@ def check_masks(dataset: Any, name: str) -> None:
 
 def _check_unread(dataset: Any, name: str) -> None:
     """Refuses rows with padding, or packed ones without their bounds: nothing reads their masks and positions."""
-    for number, row in enumerate(islice(_rows_of(dataset), LOOKED_AT // 10)):
+    for number, row in enumerate(islice(_first(dataset), LOOKED_AT // 10)):
         given = (row.get(column) for column in ("attention_mask", "position_ids"))
         mask, positions = (np.asarray(() if values is None else values).ravel() for values in given)
         hidden = not mask.all()
@@ -123,12 +129,12 @@ def _check_unread(dataset: Any, name: str) -> None:
 
 def _telling_rows(dataset: Any, count: int) -> list[Mapping[str, Any]]:
     """Rows that follow one another; of packed ones, from the first of several segments on."""
-    rows = dropwhile(lambda row: len(row.get("seq_lengths", "  ")) < 2, islice(_rows_of(dataset), LOOKED_AT))
+    rows = dropwhile(lambda row: len(row.get("seq_lengths", "  ")) < 2, _first(dataset))
     return list(islice(rows, count))
 
 
-def _rows_of(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """The rows that are mappings; none of what may be read only once."""
+def _first(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """The first rows, as far as they are mappings; none of what may be read only once."""
     if isinstance(dataset, Dataset | IterableDataset) or hasattr(dataset, "__getitem__"):
-        return (row for row in dataset if isinstance(row, Mapping))
+        return islice((row for row in dataset if isinstance(row, Mapping)), LOOKED_AT)
     return iter(())

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 
 from lowtide.data.batches.collate import ragged_from_collated
@@ -27,7 +28,7 @@ from lowtide.memory.allocators.measure import bytes_text
 from lowtide.methods.method import Objective, OwnLoss, TokenObjective
 from lowtide.objectives.outcome import Counts
 from lowtide.ops.logits.linear_logprobs import TokenStats
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import WEIGHT, RaggedBatch
 from lowtide.step.cut import Part, split
 from lowtide.step.metrics import Totals
 from lowtide.step.models import scores_of
@@ -131,6 +132,21 @@ class OwnLosses:
         size = 4 * rows * int(lengths.max()) * cast(Any, vocabulary).weight.shape[0]
         return f"{text}: up to {bytes_text(size)} in float32, and as much for their gradient"
 
+    def check_rows(self, name: str, dataset: Any) -> None:
+        """Refuses prepared rows of which a loss of one's own would not see all; those of a stream as they come.
+
+        Raises:
+            ValueError: messages have weights.
+        """
+        if isinstance(dataset, Dataset) and "loss_weights" in dataset.column_names:
+            raise ValueError(self._no_weights(name))
+
+    def _no_weights(self, name: str) -> str:
+        return (
+            f"messages of {name} have weights between 0 and 1, which a loss of {self.title}'s own would not see: make "
+            "them 0 or 1, or override `make_objective`, whose losses are weighted"
+        )
+
     # -- training ----------------------------------------------------------------------------------------------------
 
     def _own_loss(self, model: nn.Module, part: RaggedBatch, counts: Counts, totals: Totals) -> ScoreOutput:
@@ -186,6 +202,8 @@ class OwnLosses:
 
     def _handed_out(self, part: RaggedBatch, counts: Counts) -> MicroBatch:
         trainer = self.trainer
+        if WEIGHT in part.score_values:
+            raise ValueError(self._no_weights("the dataset"))
         pad_id = trainer.pad_id if trainer.pad_id is not None else getattr(trainer.tokenizer, "pad_token_id", None)
         self._micro = MicroBatch.of(part, counts, pad_id=pad_id or 0, with_completions=bool(trainer.plain_completions))
         return self._micro

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from lowtide import SFTConfig, SFTTrainer
+from lowtide.data.batches.shared_rounds import whole_rounds
 from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.rounds import rounds_of
 from lowtide.data.formats.reading import ChatSample, RowPlace
@@ -162,6 +163,28 @@ def test_rounds_that_go_on_from_one_another_share_a_bin(thinking, stream):
     assert (sorted(pair for each in rows for pair in segments(each)), len(rows)) == (sorted(expected), 2)
     assert sum(len(row["input_ids"]) for row in rows) == most
     assert all({*row["prefix"]} >= {-1, 0} for row in rows)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_rounds_that_share_tokens_have_the_weights_of_their_turns(thinking, packing, stream):
+    talks = [[dict(message) for message in messages] for messages in TALKS]
+    for messages in talks:
+        for number, message in enumerate(messages):
+            message["weight"] = None if number != 1 else 0.5
+    rows, _ = run(talks, thinking, packing=packing, stream=stream, max_length=2000)
+    found = {}
+    for row in map(whole_rounds, rows):
+        weights = row.get("loss_weights") or [1.0] * len(row["input_ids"])
+        assert len(weights) == len(row["labels"])
+        for label, weight in zip(row["labels"], weights, strict=True):
+            found.setdefault(1.0 if label == -100 else weight, []).append(label)
+    halves = thinking.decode(found[0.5])
+    assert sorted(found) == [0.5, 1.0]
+    assert sorted(halves.split("<|im_end|>")[:-1]) == [
+        f"<think>\nI add {number}\n</think>\n\nIt is {number}." for number in (0, 4, 7)
+    ]
+    assert "It is 1." in thinking.decode([label for label in found[1.0] if label != -100])
 
 
 def test_a_segment_that_loses_its_turn_to_a_limit_is_left_out(thinking):

@@ -53,6 +53,21 @@ def test_what_means_nothing_is_named_with_the_nearest(words, message, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tokenizer", "t", "--tokenizer=u"], "--tokenizer comes after --tokenizer, which it replaces"),
+        (["--max-length", "3", "--max_length", "4"], "--max_length comes after --max_length, which it replaces"),
+        (["--tokenizer", "t", "--max_length", "4"], ""),
+    ],
+)
+def test_an_option_that_is_given_twice_is_told(words, message, capsys):
+    assert main(["lengths", "nowhere.jsonl", *words]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("warning: ") == bool(message)
+
+
+@pytest.mark.parametrize(
     ("error", "message"),
     [
         (ValueError("row 3 of [bold]x.jsonl[/bold] is empty"), "error: row 3 of [bold]x.jsonl[/bold] is empty"),

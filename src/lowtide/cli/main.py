@@ -6,10 +6,11 @@ What a user can mend ends in one message and exit status 2; a traceback is for b
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lowtide
 from lowtide.cli.commands import OF_A_METHOD, PREDICT, TOOLS, commands, trains
@@ -155,9 +156,15 @@ def _underscored(word: str) -> str:
 
 
 def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argparse.ArgumentParser) -> None:
-    """Name an option that no parser has, before argparse complains of what may be missing because of it."""
-    known = {option for parser in parsers for option in options_of(parser)}
+    """Name an option that no parser has, before argparse complains of what may be missing because of it, and tell of
+    one that is given twice."""
+    known = {option: action.dest for parser in parsers for option, action in options_of(parser).items()}
+    given: dict[str, str] = {}
     for option in (word.split("=")[0] for word in words if word.startswith("--")):
+        before = given.get(known.get(option, ""))
+        if before and os.environ.get("LOCAL_RANK", "0") == "0":
+            _say("warning: ", "bold yellow", f"{option} comes after {before}, which it replaces: give one of them")
+        given[known.get(option, "")] = option
         if option not in known:
             if command == "gpus" and option in OF_OTHER_COMMANDS:
                 raise UsageError(OF_OTHER_COMMANDS[option])
@@ -173,11 +180,16 @@ def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argpars
 
 
 def _complain(message: str, hint: str) -> None:
+    _say("error: ", "bold red", message, (f"  ({hint})" if hint else "", "dim"))
+
+
+def _say(title: str, style: str, *message: Any) -> None:
+    """A line on stderr."""
     from rich.text import Text
 
     from lowtide.terminal import Console
 
-    line = Text.assemble(("error: ", "bold red"), message, (f"  ({hint})" if hint else "", "dim"))
+    line = Text.assemble((title, style), *message)
     Console(stderr=True).print(line, soft_wrap=True, highlight=False)
 
 

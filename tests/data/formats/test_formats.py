@@ -101,6 +101,8 @@ def test_roles_out_of_order_are_refused(messages, problem):
         ({"messages": "hello"}, "'messages' is a str; it must be a list of messages"),
         ({"messages": ["hello"]}, r"messages\[0\] is a str"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\] has the keys 'content'; a message has a 'role'"),
+        ({"messages": [USER, CALL | {"tool_calls": "[]"}]}, r"messages\[1\]\['tool_calls'\] is or holds a str"),
+        ({"messages": [USER, CALL | {"tool_calls": ["f()"]}]}, r"is or holds a str; it must be a list of calls"),
         ({"messages": [{"role": 3, "content": "a"}]}, r"messages\[0\]\['role'\] is a int"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\]\['content'\] is null"),
         (

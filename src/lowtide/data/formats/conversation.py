@@ -137,7 +137,7 @@ def _message(message: Any, name: str) -> Message:
         raise ValueError(f"{name} is {describe(message)}; a message has a 'role' and a 'content'.")
     message = {key: value for key, value in message.items() if value is not None or key in KEPT_NULLS}
     if message.get("tool_calls"):
-        message["tool_calls"] = without_nulls(message["tool_calls"])
+        message["tool_calls"] = without_nulls(_checked_calls(message["tool_calls"], f"{name}['tool_calls']"))
     if message.get("role") is None and "from" in message:
         origin = message.pop("from")
         message["role"] = FROM_ROLES.get(origin, origin)
@@ -153,6 +153,17 @@ def _message(message: Any, name: str) -> Message:
     if not isinstance(content, str) and not (content is None and calls_tools):
         raise ValueError(f"{name}['content'] is {describe(content)}; it must be a string.")
     return message
+
+
+def _checked_calls(calls: Any, name: str) -> list[Any]:
+    """Refuses tool calls that a template would write as the characters of a text."""
+    wrong = calls if not isinstance(calls, list) else next((e for e in calls if not isinstance(e, Mapping)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{name} is or holds {describe(wrong)}; it must be a list of calls, each an object with a 'function' that "
+            "has a 'name' and 'arguments'. Calls that are stored as JSON text are to be parsed first."
+        )
+    return calls
 
 
 def _text_of_parts(parts: list[Any], name: str) -> str:

@@ -131,6 +131,12 @@ def test_columns_that_show_late_in_a_long_file_are_read(tmp_path, late):
     [
         ("bad.jsonl", '{"text": "a"}\n{"text" "b"}\n', "bad.jsonl, line 2: not JSON (Expecting ':' delimiter"),
         ("bad.jsonl", '{"text": "a"}\n\n[1]\n', "bad.jsonl, line 3: a JSON list, where each line must be an object"),
+        ("null.jsonl", '{"text": "a"}\nnull\n', "null.jsonl, line 2: null, where a row must be an object"),
+        ("null.jsonl", 'null\n{"text": "a"}\n', "null.jsonl, line 1: null, where a row must be an object"),
+        ("null.jsonl", '{"text": null} null\n', "null.jsonl, line 1: null, where a row must be an object"),
+        ("null.json", '[\n{"text": "null", "n": [null]},\nnull]', "null.json, line 3: null, where a row must be"),
+        ("null.json", '[null, {"text": "a"}]', "null.json, line 1: null, where a row must be an object"),
+        ("zero.jsonl", "\0\n", "zero.jsonl, line 1: not JSON"),
         ("bad.json", '[\n{"text": "a"},\n{"text" "b"}]', "bad.json, line 3: not JSON"),
         ("bad.json", '{"text": "a"}\n{"text" "b"}\n', "bad.json, line 2: not JSON"),
         ("empty.jsonl", "", "empty.jsonl is empty."),
@@ -144,6 +150,25 @@ def test_columns_that_show_late_in_a_long_file_are_read(tmp_path, late):
 def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, name, content, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         load_rows(write(tmp_path / name, content))
+
+
+def test_null_is_a_value_of_a_row(tmp_path):
+    rows = [{"text": "a", "more": [None, 1]}, {"text": None, "more": None}]
+    for name, content in (
+        ("rows.json", json.dumps(rows, indent=1)),
+        ("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows)),
+    ):
+        assert list(load_rows(write(tmp_path / name, content))) == rows
+
+
+def test_json_lines_that_are_a_list_are_warned_of(tmp_path, caplog):
+    rows = load_rows(write(tmp_path / "list.jsonl", '[{"text": "a"}, {"text": "b"}]\n'))
+    assert rows["text"] == ["a", "b"]
+    assert caplog.text.count("list.jsonl holds a JSON list") == 1
+    caplog.clear()
+    load_rows(write(tmp_path / "list.json", '[{"text": "a"}, {"text": "b"}]\n'))
+    load_rows(write(tmp_path / "lines.jsonl", '{"text": "a"}\n'))
+    assert "JSON list" not in caplog.text
 
 
 def test_a_folder_names_the_file_and_line_at_fault(tmp_path):

@@ -10,6 +10,7 @@ import functools
 import gzip
 import io
 import json
+import logging
 import lzma
 import re
 import zlib
@@ -23,6 +24,8 @@ from pyarrow import json as arrow_json
 
 from lowtide.parsing import parse_json
 
+logger = logging.getLogger(__name__)
+
 LINE_BY_LINE = (".jsonl", ".ndjson")
 BLOCK_BYTES = 10 << 20
 MOST_LINE_BYTES = 256 << 20
@@ -30,7 +33,7 @@ MOST_LINE_BYTES = 256 << 20
 MOST_DEPTH = 64
 """Lists and objects within each other, of which Arrow's schemas hold no more."""
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_SIGNS = re.compile(rb"[][{}]|\bnull\b")
 OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 """How compressed files are opened, by suffix; `zstd` is not among Python's libraries."""
 BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error)
@@ -60,7 +63,8 @@ def find_fault(path: Path) -> tuple[int, str] | None:
 
 def check_lines(path: Path) -> None:
     """Refuses a JSON file that would take all memory or end the process, before it is read as a whole: one with a line
-    that is too long to be a row, or with values that are nested so deeply that Arrow's parser runs out of stack.
+    that is too long to be a row, with values that are nested so deeply that Arrow's parser runs out of stack, or with
+    null for a row, which it crashes on or takes for a row without values. Warns of JSON lines that are a list.
 
     Raises:
         ValueError: names file and line.
@@ -68,18 +72,18 @@ def check_lines(path: Path) -> None:
     kind = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
     if kind not in (".json", *LINE_BY_LINE):
         return
-    most, depth = MOST_LINE_BYTES if kind in LINE_BY_LINE else -2, 0
+    most, nesting = MOST_LINE_BYTES if kind in LINE_BY_LINE else -2, _Nesting()
     with contextlib.suppress(*BROKEN), _opened(path) as file:  # what is broken is said when it is read
         for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), start=1):
             if 0 <= most < len(line):
                 raise ValueError(f"{path}, line {number}: {TOO_LONG}")
-            if depth or not _is_plain_row(line):
-                depth, deepest = _depths(line, depth)
-                if deepest > MOST_DEPTH:
-                    raise ValueError(
-                        f"{path}, line {number}: lists and objects are nested more than {MOST_DEPTH} deep, which Arrow "
-                        "cannot hold: flatten the value, or store it as a text."
-                    )
+            if (nesting.depth or not _is_plain_row(line)) and (fault := nesting.fault_of(line)):
+                raise ValueError(f"{path}, line {number}: {fault}")
+    if nesting.outermost == b"[" and kind in LINE_BY_LINE:
+        logger.warning(
+            f"{path} holds a JSON list, and a file of JSON lines has an object on each line: each item of the list is "
+            "taken for a row. Name the file .json, or put each row on a line of its own"
+        )
 
 
 def _is_plain_row(line: bytes) -> bool:
@@ -91,13 +95,28 @@ def _is_plain_row(line: bytes) -> bool:
     return row.count(b"{") + row.count(b"[") <= MOST_DEPTH and row[:1] in (b"{", b"") and row[-1:] in (b"}", b"")
 
 
-def _depths(line: bytes, depth: int) -> tuple[int, int]:
-    """How many brackets are open at the end of a line, and at most within it, after `depth` before it."""
-    deepest = depth
-    for bracket in _TEXT.sub(b"", line).translate(None, _NO_BRACKETS):
-        depth = depth + 1 if bracket in b"[{" else max(depth - 1, 0)
-        deepest = max(deepest, depth)
-    return depth, deepest
+class _Nesting:
+    """Which lists and objects are open after the lines so far."""
+
+    def __init__(self) -> None:
+        self.depth, self.outermost = 0, b""
+
+    def fault_of(self, line: bytes) -> str:
+        """Reads one more line; in words what Arrow cannot hold in it, or nothing."""
+        for sign in _SIGNS.finditer(_TEXT.sub(b"", line)):
+            if sign[0] in (b"[", b"{"):
+                self.outermost = self.outermost if self.depth else sign[0]
+                self.depth += 1
+            elif sign[0] in (b"]", b"}"):
+                self.depth = max(self.depth - 1, 0)
+            elif self.depth == 0 or (self.depth == 1 and self.outermost == b"["):
+                return "null, where a row must be an object: remove it."
+            if self.depth > MOST_DEPTH:
+                return (
+                    f"lists and objects are nested more than {MOST_DEPTH} deep, which Arrow cannot hold: flatten the "
+                    "value, or store it as a text."
+                )
+        return ""
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

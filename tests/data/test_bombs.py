@@ -248,8 +248,10 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.parametrize("template", HOSTILE_TEMPLATES)
-def test_a_template_that_has_no_end_is_refused_with_the_row(tokenizer, impatient, template):
+def test_a_template_that_has_no_end_is_refused_with_the_row(tokenizer, impatient, template, monkeypatch):
     what = HOSTILE_TEMPLATES[template].replace("67,108,864", f"{MOST:,}")
+    if what.startswith("`"):  # found by its size, which a busy machine may take more than half a second to come to
+        monkeypatch.setattr(jinja, "TEMPLATE_SECONDS", 60)
     template = "{% if messages[0].content == 'bad' %}" + template + "{% endif %}{{ messages[0].content }}"
     rows = [ChatSample([{"role": "user", "content": text}]) for text in ("good", "bad")]
     encoder = chat.ChatEncoder(tokenizer, template=template)

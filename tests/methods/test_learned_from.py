@@ -13,6 +13,7 @@ from lowtide.methods.online.grpo import GRPOOptions
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Rewarded
 from lowtide.methods.online.online_dpo import METHOD as ONLINE_DPO
 from lowtide.methods.online.online_dpo import PREFERENCE, OnlineDPOOptions
+from lowtide.methods.online.rloo import RLOOOptions
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.rollout import Rollout
 
@@ -39,6 +40,19 @@ def test_advantages_and_the_tokens_of_a_step(evaluated):
     assert found.row_values[ADVANTAGE].tolist() == found.values.tolist()
     assert found.row_values[WINDOW_TOKENS].tolist() == [0.0 if evaluated else 17 * 2 / 8] * 6
     assert found.metrics == {"frac_reward_zero_std": pytest.approx(2 / 3)}
+
+
+@pytest.mark.parametrize("huge", [1e18, -1e18])
+def test_rewards_that_are_clipped_are_compared_by_what_they_are_clipped_to(huge):
+    """The rounding of a number that the clip replaces hides no other difference."""
+    options = RLOOOptions(reward_clip_range=[-1.0, 1.0], beta=0.0)
+    group = rewarded([huge, 0.5, 0.25, 0.1 + 0.2, 0.3, 0.3], 3).group
+    edge = math.copysign(1.0, huge)
+    expected = [edge - 0.375, 0.5 - (edge + 0.25) / 2, 0.25 - (edge + 0.5) / 2, 0.0, 0.0, 0.0]
+    found = options.advantages(group)
+    assert found.values.tolist() == pytest.approx(expected, abs=1e-12)
+    assert found.values[3:].tolist() == [0.0] * 3
+    assert found.without_spread.tolist() == [False, True]
 
 
 def test_the_better_completion_of_a_pair_is_preferred():

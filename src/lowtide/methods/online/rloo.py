@@ -72,12 +72,12 @@ class RLOOOptions(RolloutOptions, VisionOptions):
 
     def advantages(self, group: GroupRewards) -> Advantages:
         """By how much each completion is better than the mean of the others of its prompt."""
-        total = weighted(group.rewards, group.weights)
+        total, magnitude = weighted(group.rewards, group.weights), summed_up(group.rewards, group.weights)
         if self.reward_clip_range is not None:
-            total = total.clamp(*self.reward_clip_range)
+            clipped = total.clamp(*self.reward_clip_range)
+            total, magnitude = clipped, magnitude.where(clipped == total, 0.0)  # a bound is not rounded
         if group.divergence is not None:
             total = total - self.beta * group.divergence
-        magnitude = summed_up(group.rewards, group.weights)
         return leave_one_out(total, group.size, magnitude=magnitude, normalize=self.normalize_advantages)
 
 

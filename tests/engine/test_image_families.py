@@ -43,6 +43,7 @@ UNKNOWN_TOWER = {"blip", "fuyu", "gemma4_unified", "kosmos-2", "mllama", "pix2st
 """Families whose forward takes images in another way, or has no tower of a name that is known."""
 UNKNOWN = {
     "blip-2": "has no head",
+    "granite4_vision": "encodes images in a way that lowtide does not know",
     "hunyuan_vl": "counts the positions of images in a way that lowtide does not know",
     "llama4": "has no head",
     "minicpm_ocr": "does not know how model type minicpm_ocr reads them",

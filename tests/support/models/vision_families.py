@@ -321,6 +321,19 @@ FAMILIES: dict[str, Family] = {
         own={"out_hidden_size": 128, "projector_hidden_size": 32},
         dtype=torch.float32,
     ),
+    "muse_spark": Family(
+        grid,
+        EXPERTS | {"moe_hidden_size": 16, "sliding_window": 64},
+        {"pos_emb_height": 8, "pos_emb_width": 8},
+        {
+            **{"out_hidden_size": 128, "projector_hidden_size": 32},
+            "audio_config": {
+                **{"patch_sizes": [4, 2], "hidden_sizes": [8, 16], "depths": [1, 1], "num_hidden_layers": 2},
+                "out_hidden_size": 32,
+            },
+        },
+        dtype=torch.float32,
+    ),
     "qwen4_exp": Family(
         grid,
         MROPE
@@ -382,6 +395,12 @@ FAMILIES: dict[str, Family] = {
     "glmga": Family(grid, WHOLE_MROPE),
     "got_ocr2": Family(),
     "granite_docling": Family(known_tiles),
+    "granite4_vision": Family(
+        anyres,
+        tower={"hidden_size": 64},
+        own={"image_grid_pinpoints": PINPOINTS, "downsample_rate": "1/2", "deepstack_layer_map": [[-1, 0]]}
+        | {"spatial_target_layers": [0, 0, 1, 1], "qformer_config": {"num_hidden_layers": 1, "intermediate_size": 48}},
+    ),
     "hunyuan_vl": Family(
         flat_grid, {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 1, 1]}}
     ),
@@ -391,6 +410,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "idefics3": Family(tiles, own={"scale_factor": 2}),
     "internvl": Family(crops),
+    "janus": Family(
+        tower={"projection_dim": 32, "mlp_ratio": 2.0, "num_image_tokens": 16, "depth": 1},
+        own={
+            "vq_config": {
+                **{"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1},
+                **{"num_embeddings": 16, "projection_dim": 32, "image_token_embed_dim": 32, "num_patches": 4},
+                "num_hidden_layers": 1,
+            }
+        },
+    ),
     "lfm2_vl": Family(siglip2, {"layer_types": ["full_attention", "conv"]}, {"num_patches": 16}),
     "lfm3_vl": Family(grid),
     "lighton_ocr": Family(sized),
@@ -434,8 +463,6 @@ TYPE_OF = {"gemma4_vision": "gemma4"}
 NOT_BUILT = {
     "chameleon": "a picture is a row of tokens of an image tokenizer, whose vocabulary maps come with a checkpoint",
     "emu3": "the same",
-    "janus": "not made small so far: its defaults' image tokenizer has 118 million parameters",
-    "muse_spark": "not made small so far: it hears too, by an encoder whose sizes have to fit the text's",
     "nemotron_h_omni": "not made small so far: it hears too, and its tower reads grids of its own",
     "inkling_mm_model": "needs scipy",
     "diffusion_gemma": "writes by diffusion, with no next token",
@@ -443,7 +470,6 @@ NOT_BUILT = {
     "fast_vlm": "needs timm",
     "gemma3n": "needs timm",
     "perception_lm": "needs timm",
-    "granite4_vision": "not made small so far: its layers and tiles go by tables of the released checkpoint",
     "florence2": "an encoder-decoder; its tower has stages with sizes of their own",
     "git": "its config takes no parts, and images stand before the text without tokens",
     "idefics": "cross attention, with a config of its own",
@@ -488,7 +514,8 @@ def segment_image(model: Any, name: str, number: int) -> SegmentImage:
     taken = inspect.signature(read).parameters
     with torch.no_grad():
         made = read(**{n: v for n, v in inputs.items() if n in taken}, return_dict=True)
-    count = _count(made.last_hidden_state if made.pooler_output is None else made.pooler_output)
+    found = made.last_hidden_state if made.pooler_output is None else made.pooler_output
+    count = _count(made.deepstack_features[0][1] if found is None else found)
     return SegmentImage(inputs, 0, count, 1000 + number, (IMAGE,))
 
 

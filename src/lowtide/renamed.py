@@ -11,7 +11,7 @@ from typing import Any
 NO_PADDING = "there is no padding: leave it out"
 NO_LOGITS = "the head computes scored tokens alone: leave it out"
 LENGTHS = "use `max_length`, `max_prompt_length` or `max_completion_length`"
-REFERENCE = "pass the reference as `ref_model`; with adapters it is the model without them"
+REFERENCE = "pass the reference as `ref_model`; without one it is the policy as it arrived"
 PACKING = "`packing=True` reads the whole dataset and fills bins of `max_length`: leave it out"
 UDM = "BCO weighs all rows alike here: leave it out"
 ONLINE = "it is of the methods whose policy writes completions (`lowtide grpo`, `rloo`, `online-dpo`, `ppo`)"

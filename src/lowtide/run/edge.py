@@ -17,7 +17,7 @@ TO_DO = {
     "loading the model": "Load it in fewer bytes (dtype bfloat16 in model_init_kwargs, or a quantized base with "
     "adapters), or take a smaller model",
     "making the adapters": "Lower their rank `r`, name fewer `target_modules`, or load the base in bfloat16",
-    "making the reference": "A frozen copy of the model does not fit: train adapters (use_peft=True), whose "
+    "making the reference": "A frozen copy of the model does not fit: train new adapters (use_peft=True), whose "
     "reference is the model without them, or set precompute_ref_log_probs=True, where the method has it",
     "preparing the dataset": "Lower `dataset_num_proc`, read the rows as a stream, or take fewer of them",
     "precomputing the reference": "Lower `precompute_ref_batch_size`, or set `tokens_per_microbatch`",

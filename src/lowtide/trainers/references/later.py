@@ -1,6 +1,6 @@
 """The reference of a run whose log-probabilities were computed before training, for rows that come afterwards.
 
-With adapters it is the policy without them, and costs nothing. Otherwise it was let go, so that training has its
+With new adapters it is the policy without them, and costs nothing. Otherwise it was let go, so that training has its
 memory, and comes back for one computation: the policy itself as long as it has the reference's weights, or the model
 loaded once more by its name. A digest of the weights says whether that is the reference.
 """

@@ -227,6 +227,18 @@ def test_a_model_with_nothing_to_train_is_refused(tmp_path):
     trainer(PeftModel.from_pretrained(build("SFT", 64), tmp_path / "adapters", is_trainable=True)).train()
 
 
+def test_adapters_that_are_merged_are_not_trained_in_vain():
+    model = get_peft_model(build("SFT", 64), LORA)
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"\(default\) are merged into its weights, .* unmerge_adapter\(\) before"):
+        trainer(model)
+    model.unmerge_adapter()
+    made = trainer(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    made.train()
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_an_optimizer_that_holds_nothing_of_what_is_trained_is_refused():
     model = build("SFT", 64)
     others = torch.optim.SGD(build("SFT", 64).parameters(), lr=0.1)

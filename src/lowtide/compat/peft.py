@@ -184,6 +184,14 @@ def adapters_are_new(model: nn.Module) -> bool:
     return all(p in known for p in parameters_of_adapters(model) if p.requires_grad)
 
 
+def merged_adapters(model: nn.Module) -> list[str]:
+    """The adapters that are merged into the weights of a layer, whose forward then goes through no adapter at all."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return sorted({name for layer in layers for name in layer.merged_adapters})
+
+
 def train_beside_adapters(model: Any, name: str) -> None:
     """Trains a module of the base whole beside the adapters that are on it, and saves it with them: what PEFT makes of
     `modules_to_save` as it puts adapters on a model, and has no public name for afterwards."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from lowtide.compat.peft import merged_adapters
 from lowtide.compat.torch import FakeTensor, let_go
 from lowtide.compat.transformers import (
     attends_both_ways,
@@ -238,12 +239,17 @@ def _check_precision(model: nn.Module, args: TrainingConfig) -> None:
 
 
 def check_trained(model: nn.Module) -> None:
-    """Refuses a model with nothing to train.
+    """Refuses a model with nothing to train, or whose adapters no forward goes through.
 
     Raises:
         ValueError: says how to load adapters that are to be trained on.
     """
     if any(parameter.requires_grad for parameter in model.parameters()):
+        if has_adapters(model) and (merged := merged_adapters(model)):
+            raise ValueError(
+                f"the adapters of the model ({', '.join(merged)}) are merged into its weights, and training them would "
+                "change nothing: call its unmerge_adapter() before, or merge_and_unload() to train the model itself"
+            )
         return
     remedy = "set use_peft=True, or in Python: pass a `peft_config`, or call requires_grad_(True) on what is to train"
     if has_adapters(model):

@@ -106,6 +106,7 @@ def test_several_values_are_predicted_where_that_is_asked_for(tmp_path: Path):
 
 SAID = {
     "three values": ("vector", {"labels": 3, "problem_type": "regression"}, mse_loss),
+    "three values of whole numbers": ("whole", {"labels": 3, "problem_type": "regression"}, mse_loss),
     "several classes": (
         "vector",
         {"labels": 3, "problem_type": "multi_label_classification"},
@@ -128,9 +129,12 @@ BY_NAME = [name for name, (kind, changes, _) in SAID.items() if kind != "number"
 @pytest.mark.parametrize(("said", "loaded"), [*((name, True) for name in SAID), *((name, False) for name in BY_NAME)])
 def test_the_config_of_the_model_alone_may_say_what_labels_are(said: str, loaded: bool, tmp_path: Path):
     kind, changes, loss = SAID[said]
-    rows = dataset(8, kind="class" if kind == "number" else kind)
+    rows = dataset(8, kind={"number": "class", "whole": "vector"}.get(kind, kind))
     if kind == "number":
         rows = rows.cast_column("label", Value("int64"))
+    if kind == "whole":
+        values = [[number % 5, number % 3, -number] for number in range(8)]
+        rows = rows.remove_columns("label").add_column("label", values)
     model = classifier(**changes)
     if not loaded:
         model.save_pretrained(tmp_path / "model")

@@ -111,12 +111,11 @@ def problem_of(labels: LabelFormat, asked: str | None, source: str, *, said: str
     Raises:
         ValueError: the labels do not fit the kind that was asked for.
     """
-    if labels.is_list:
-        found = (MULTIPLE, REGRESSION) if labels.has_fractions else (MULTIPLE,)
-    elif labels.has_fractions:
-        found = (REGRESSION,)
+    classes = MULTIPLE if labels.is_list else SINGLE
+    if labels.has_names or labels.names is not None:
+        found = (classes,)
     else:
-        found = (SINGLE,) if labels.has_names or labels.names is not None else (SINGLE, REGRESSION)
+        found = (REGRESSION,) if labels.has_fractions and not labels.is_list else (classes, REGRESSION)
     if asked is not None and asked not in found:
         holds = f"{'lists of ' if labels.is_list else ''}{labels.kind} values"
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,19 @@ def test_a_function_of_a_trial_is_called_with_none(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "function", [lambda **options: redrawn("SFT"), lambda *, size=64: redrawn("SFT"), functools.partial(redrawn, "SFT")]
+)
+def test_a_function_that_takes_no_trial_is_called_without(function, tmp_path):
+    assert made("SFT", tmp_path, model_init=function).model.num_parameters() == redrawn("SFT").num_parameters()
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"model": "somewhere", "model_init": lambda: None}, "as `model` and as `model_init`"),
         ({"model_init": lambda: None}, "model_init returned None"),
         ({"model_init": "a name"}, "must be a function"),
+        ({"model_init": lambda size, seed: None}, r"takes \(size, seed\): leave its arguments out"),
     ],
 )
 def test_what_makes_no_model_is_refused(given, said, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -322,17 +323,34 @@ def _made_by(model_init: Any, model: Any, args: TrainingConfig) -> Any:
     """The model that `model_init` makes, after the seed is set, as `transformers.Trainer` calls it: with no trial.
 
     Raises:
-        ValueError: there is a model too, or none is made.
+        ValueError: there is a model too, it takes other arguments, or none is made.
     """
     if model is not None:
         raise ValueError("a model came as `model` and as `model_init`: leave one of them out")
     if not callable(model_init):
         raise ValueError(f"model_init={model_init!r} must be a function that returns a model")
+    arguments = _trial_for(model_init)
     set_seed(args.seed)
-    made = model_init(None) if inspect.signature(model_init).parameters else model_init()
+    made = model_init(*arguments)
     if made is None:
         raise ValueError("model_init returned None: return the model")
     return made
+
+
+def _trial_for(model_init: Callable[..., Any]) -> list[None]:
+    """The arguments that `model_init` is called with: the trial, which is None, where it takes one.
+
+    Raises:
+        ValueError: it needs others.
+    """
+    signature = inspect.signature(model_init)
+    for arguments in ([None], []):
+        with contextlib.suppress(TypeError):
+            signature.bind(*arguments)
+            return arguments
+    raise ValueError(
+        f"model_init is called with a trial or with nothing, and takes {signature}: leave its arguments out"
+    )
 
 
 OF_TRAINER = ("compute_metrics", "callbacks", "optimizers", "optimizer_cls_and_kwargs")

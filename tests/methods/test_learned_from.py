@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,22 @@ def test_advantages_and_the_tokens_of_a_step(evaluated):
     assert found.row_values[ADVANTAGE].tolist() == found.values.tolist()
     assert found.row_values[WINDOW_TOKENS].tolist() == [0.0 if evaluated else 17 * 2 / 8] * 6
     assert found.metrics == {"frac_reward_zero_std": pytest.approx(2 / 3)}
+
+
+def test_metrics_leave_out_what_fills_up_an_evaluations_last_batch():
+    """Of three groups, the last is there again."""
+    made = replace(rewarded([1.0, 1.0, 5.0, 4.0, 1.0, 1.0], 2, ended="010111"), reported=4)
+    assert made.own_reported == 4
+    assert [replace(made, own=slice(at, at + 6)).own_reported for at in (2, 4, 6)] == [2, 0, 0]
+    options: Any = GRPOOptions(steps_per_generation=8)
+    options.gradient_accumulation_steps = 2
+    assert ByAdvantage().learn(made, options).metrics == {"frac_reward_zero_std": 0.5}
+    layout: Any = ONLINE_DPO.rows
+    assert layout.learning.learn(made, OnlineDPOOptions()).metrics == {
+        "objective/scores": 11 / 4,
+        "objective/scores_margin": 0.5,
+        "val/contain_eos_token": 0.5,
+    }
 
 
 @pytest.mark.parametrize("huge", [1e18, -1e18])

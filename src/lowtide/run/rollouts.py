@@ -133,6 +133,8 @@ class RolloutMaker:
     """Handed to `rollout_func`, as TRL does."""
     evaluates: bool = False
     """Whether what is written is evaluated, and not learned from."""
+    reported: int | None = None
+    """As of `Rewarded`."""
     wants_old: bool = False
     """Whether the log-probabilities of the policy that wrote are needed later than in the update that follows."""
     reader: ImageReader | None = None
@@ -419,6 +421,7 @@ class RolloutMaker:
             epoch,
             evaluated=self.evaluates,
             copies=self.runner.models().copies,
+            reported=self.reported,
         )
         found = self.learning.learn(rewarded, self.options)
         made.advantages = found.values

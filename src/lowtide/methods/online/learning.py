@@ -56,6 +56,15 @@ class Rewarded:
     """Whether the completions are evaluated, all at once, and not learned from."""
     copies: int = 1
     """Neighbouring ranks that hold the same rollout; it counts once."""
+    reported: int | None = None
+    """Completions of all ranks that metrics are of: those behind them fill up the last batch of an evaluation. None:
+    all of them."""
+
+    @property
+    def own_reported(self) -> int:
+        """Completions of this rank that metrics are of."""
+        own = len(self.rollout)
+        return own if self.reported is None else min(max(self.reported - self.own.start, 0), own)
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of all ranks, one after the other, on the CPU; all ranks have as many."""
@@ -157,10 +166,11 @@ class ByAdvantage(Learning):
         share = 0.0 if rewarded.evaluated else options.gradient_accumulation_steps / options.steps_of_generation
         (scores,) = rewarded.summed(sum(rewarded.lengths))
         window = torch.full((len(rewarded.rollout),), scores * share)
+        groups = None if rewarded.reported is None else rewarded.reported // rewarded.group.size
         return Learned(
             found.values,
             {ADVANTAGE: found.values[rewarded.own].float(), WINDOW_TOKENS: window},
-            metrics={"frac_reward_zero_std": found.without_spread.float().mean().item()},
+            metrics={"frac_reward_zero_std": found.without_spread[:groups].float().mean().item()},
         )
 
     def blank(self, completions: int, scores: int) -> tuple[Values, Values]:

@@ -132,15 +132,15 @@ class Preferred(Learning):
         better = pairs[:, 0] >= pairs[:, 1]
         signs = torch.stack([better, ~better], 1).float() * 2 - 1
         preference = signs.masked_fill(pairs.isnan().any(1, keepdim=True), 0).view(-1)
-        own = rewarded.own
+        own, reported = rewarded.own, rewarded.reported
         beta = torch.full((len(rewarded.rollout),), options.beta_of(rewarded.epoch), dtype=torch.float64)
         return Learned(
             (pairs - pairs.flip(1)).view(-1).nan_to_num(nan=0.0),
             {PREFERENCE: preference[own], REWARD: total[own].nan_to_num(nan=0.0).float(), BETA: beta},
             metrics={
-                "objective/scores": total.nanmean().item(),
-                "objective/scores_margin": (pairs[:, 0] - pairs[:, 1]).abs().nanmean().item(),
-                "val/contain_eos_token": ended.float().mean().item(),
+                "objective/scores": total[:reported].nanmean().item(),
+                "objective/scores_margin": pairs[: reported and reported // 2].diff().abs().nanmean().item(),
+                "val/contain_eos_token": ended[:reported].float().mean().item(),
             },
         )
 

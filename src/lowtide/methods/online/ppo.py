@@ -167,8 +167,11 @@ class ByToken(Learning):
         advantages = estimated_advantages(rewards, values, lengths, gamma=options.gamma, lam=options.lam)
         returns = advantages + values
         advantages = whitened(advantages, *moments(advantages, kept, rewarded)) * kept
-        count, nats, surprise = rewarded.summed(sum(length > 0 for length in lengths), divergence.sum(), -old.sum())
-        scores = total.nanmean().item()
+        reported = lengths[: rewarded.own_reported]
+        tokens = sum(reported)
+        sums = sum(length > 0 for length in reported), divergence[:tokens].sum(), -old[:tokens].sum()
+        count, nats, surprise = rewarded.summed(*sums)
+        scores = total[: rewarded.reported].nanmean().item()
         penalty = -options.kl_coef * nats / max(count, 1)
         return Learned(
             total.nan_to_num(nan=0.0),
@@ -183,7 +186,7 @@ class ByToken(Learning):
                 "objective/non_score_reward": penalty,
                 "objective/rlhf_reward": penalty + scores,
                 "objective/scores": scores,
-                "val/num_eos_tokens": float(ended.sum()),
+                "val/num_eos_tokens": float(ended[: rewarded.reported].sum()),
             },
         )
 

@@ -95,7 +95,8 @@ class LessDivergence(ByAdvantage):
     def learn(self, rewarded: Rewarded, options: RLOOOptions) -> Learned:
         found = super().learn(rewarded, options)
         if options.compares:
-            total, tokens = rewarded.summed(_divergence(rewarded).sum(), sum(rewarded.lengths))
+            own = rewarded.own_reported
+            total, tokens = rewarded.summed(_divergence(rewarded)[:own].sum(), sum(rewarded.lengths[:own]))
             found.metrics["kl"] = total / max(tokens, 1)
         return found
 

@@ -72,6 +72,8 @@ class WrittenBatches(RowBatches):
             at = (0, place[0], place[1] // trainer.windows.repeats, first)
         else:
             at = (1, step, self._eval_rows + first)
+        left = self._eval_completions - self._eval_rows
+        trainer.maker.reported = left if self._evaluating is not None and left > 0 else None
         made = trainer.maker.make(rows, at, group=group, version=step, state=trainer.state)
         self._log(made)
         trainer.completions_log.take_in(made, trainer.rewards.names)
@@ -82,11 +84,12 @@ class WrittenBatches(RowBatches):
         its end, so that they do not depend on how many are written at a time."""
         assert made.figures is not None
         if self._evaluating is not None:
-            left = self._eval_completions - self._eval_rows
-            figures = made.figures if left <= 0 else made.figures.first(left)
+            reported = self.trainer.maker.reported
+            figures = made.figures if reported is None else made.figures.first(reported)
             self._evaluated.append(figures)
             for name, value in made.metrics.items():
-                self._evaluating.add_mean(name, value * len(figures.lengths), len(figures.lengths))
+                if value == value:
+                    self._evaluating.add_mean(name, value * len(figures.lengths), len(figures.lengths))
             return
         for name, value in (made.metrics | self._metrics_of(made.figures)).items():
             if value == value:  # a function that applied to nothing has no mean

@@ -33,6 +33,10 @@ def trainer(folder: Path, options: dict[str, Any] | None = None, **given: Any) -
     ("given", "message"),
     [
         ({"peft_config": LoraConfig(modules_to_save=["lm_haed"])}, "modules_to_save names 'lm_haed'"),
+        (
+            {"peft_config": LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 9, 5])},
+            r"trainable_token_indices lists 5 more than once",
+        ),
         ({"peft_config": LoraConfig(target_modules="(")}, r"target_modules: '\(' is no regular expression"),
         (
             {"peft_config": LoraConfig(target_modules=["q_proj"], exclude_modules="(")},

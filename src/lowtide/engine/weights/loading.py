@@ -248,7 +248,7 @@ def _outside_experts(model: PreTrainedModel) -> list[str]:
 
 def check_adapters(*configs: Any) -> None:
     """Refuses PEFT configurations of virtual tokens that need more than the rows, with numbers that are not finite,
-    that name no modules, or name them by an expression that is none.
+    that name no modules, name them by an expression that is none, or list tokens twice.
 
     Raises:
         ValueError: naming the configuration, and what to take.
@@ -267,6 +267,7 @@ def check_adapters(*configs: Any) -> None:
                 "those that PEFT adapts by default"
             )
         _check_expressions(config)
+        _check_tokens(config)
 
 
 def _check_expressions(config: Any) -> None:
@@ -278,6 +279,16 @@ def _check_expressions(config: Any) -> None:
                 re.compile(each)
             except re.error as error:
                 raise ValueError(f"{option}: {each!r} is no regular expression ({error}): mend it") from error
+
+
+def _check_tokens(config: Any) -> None:
+    """Refuses tokens that are listed twice, each time with a row of their own, of which only one would be read."""
+    for option in ("trainable_token_indices", "token_indices"):
+        given = getattr(config, option, None) or ()
+        for listed in given.values() if isinstance(given, Mapping) else [given]:
+            twice = sorted({token for token in listed if listed.count(token) > 1})
+            if twice:
+                raise ValueError(f"{option} lists {', '.join(map(str, twice))} more than once: list each token once")
 
 
 def has_adapters(model: nn.Module) -> bool:

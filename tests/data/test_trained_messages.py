@@ -160,7 +160,30 @@ def test_roles_that_are_not_known_or_told_are_refused(tokenizer, options, proble
         run([{"messages": talk({})}], tokenizer, **options)
 
 
-@pytest.mark.parametrize("option", [{"roles_to_train": ["user"]}, {"train_on_last_turn_only": True}])
+OPENING = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+"""Its prompt opens a thought that no answer has, as DeepSeek's."""
+
+
+def test_a_thought_that_the_prompt_opens_is_scored_with_what_ends_it(tokenizer, caplog):
+    tokenizer.chat_template = OPENING
+    messages = [*talk({"reasoning_content": "I think."}), *talk({})]
+    found = run([{"messages": messages}], tokenizer, thought_end="</think>")
+    texts = ["I think.</think>a0.<|im_end|>", "</think>a0.<|im_end|>"]
+    assert scored(tokenizer, found[0]) in ("".join(texts), "".join(texts[::-1]))
+    with pytest.raises(ValueError, match=r"say what ends it \(such as thought_end="):
+        run([{"messages": messages}], tokenizer)
+
+
+@pytest.mark.parametrize(("template", "turns"), [(CHATML, "whole"), (MARKED_CHATML, "as_generated")])
+def test_what_ends_a_thought_is_refused_where_turns_are_not_taken_as_generated(tokenizer, template, turns):
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"thought_end='</think>' requires .*turns='as_generated'"):
+        run([{"messages": talk({})}], tokenizer, thought_end="</think>", turns=turns)
+
+
+@pytest.mark.parametrize(
+    "option", [{"roles_to_train": ["user"]}, {"train_on_last_turn_only": True}, {"thought_end": "</think>"}]
+)
 def test_options_about_messages_require_a_loss_of_messages(tmp_path, option):
     with pytest.raises(ValueError, match=f"{next(iter(option))}=.* requires assistant_only_loss=True"):
         SFTConfig(tmp_path, **option)

@@ -84,6 +84,8 @@ class PrepareOptions(TokenOptions):
     """Score only the last of these messages."""
     prefix_sharing: bool = True
     """Whether rounds of a conversation go on from what they have in common, which is there once."""
+    thought_end: str | None = None
+    """What ends a thought that a prompt opens and the template never writes. None: such turns are refused."""
     stop_ids: tuple[int, ...] = ()
     """Tokens at which generation stops, beside the tokenizer's end token."""
     last_turn_only: bool = False

@@ -109,6 +109,11 @@ class SFTOptions(TextOptions, VisionOptions):
         True,
         "Compute what the rounds of a conversation have in common once. False repeats it; the numbers are equal.",
     )
+    thought_end: str | None = option(
+        None,
+        "With `assistant_only_loss`, where the prompt opens a thought that the template never writes (DeepSeek): what "
+        "ends it before the answer, such as '\\n</think>\\n\\n'.",
+    )
     label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
 
     def check(self) -> None:
@@ -121,7 +126,7 @@ class SFTOptions(TextOptions, VisionOptions):
         if self.loss_type == "chunked_nll":  # TRL's older name of the same
             self.loss_type = "nll"
         if not self.assistant_only_loss:
-            for name in ("roles_to_train", "train_on_last_turn_only"):
+            for name in ("roles_to_train", "train_on_last_turn_only", "thought_end"):
                 if getattr(self, name):
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} requires assistant_only_loss=True, which scores messages: set "

@@ -27,6 +27,34 @@ def words_of(message):
     return [word.strip(".:{}") for word in texts.split() if word.startswith("word")]
 
 
+THOUGHT_END = "\n</think>\n\n"
+
+
+def expected_thinking(name, messages, number, tools):
+    """The same of a turn whose prompt opens a thought that the template never writes: the thought, what ends it, and
+    the answer behind the header without any thought; None where the prompt has closed the thought, or the template
+    leaves out the header of a second call (DeepSeek-V3)."""
+    tok = family_tokenizer()
+    message = messages[number]
+
+    def render(stop, prompt=False):
+        options = {"tools": tools, "chat_template": template(name), "add_generation_prompt": prompt, "tokenize": False}
+        return tok.apply_chat_template(messages[:stop], **options)
+
+    context, whole = render(number, prompt=True), render(number + 1)
+    if whole.startswith(context):
+        return expected_turn(name, messages, number, tools)
+    header = context.removesuffix("<think>\n")
+    if header == context or not whole.startswith(header):
+        return None
+    answer = whole[len(header) :].removeprefix("<think></think>")
+    stops = [answer.find(stop) + len(stop) for stop in STOPS_OF.get(name, STOPS) if stop in answer]
+    thought = message.get("reasoning_content") or ""
+    if "</think>" in message["content"] and "</think>" not in answer:
+        thought = message["content"].split("</think>")[0].split("<think>")[1].strip()
+    return context, thought + THOUGHT_END + answer[: min(stops)]
+
+
 class Unjudged(Exception):
     """There is nothing to compare with."""
 
@@ -91,6 +119,33 @@ def outcome(name, kind):
     if sorted(found) == sorted(wanted):
         return "equal"
     return f"{[tok.decode(list(target)) for _, target in found]} is not {[tok.decode(list(t)) for _, t in wanted]}"
+
+
+def opened():
+    """The conversations whose prompts open what the answers never have, and those of DeepSeek with thoughts, which its
+    templates don't write."""
+    found = [(name, kind) for name in PLAIN for kind in KINDS if outcome(name, kind) == OPENED]
+    deepseek = [name for name in PLAIN if name.startswith("deepseek")]
+    return found + [(name, kind) for name in deepseek for kind in ("thoughts", "inline thoughts")]
+
+
+def test_a_thought_that_the_prompt_opens_is_ended_as_is_asked_for():
+    tok, judged = family_tokenizer(), 0
+    for name, kind in opened():
+        messages, tools = conversation(name, kind)
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        encoder = ChatEncoder(tok, template(name), stop_ids=stop_ids(name), thought_end=THOUGHT_END)
+        sample = ChatSample(messages, tools=tools)
+        texts = [expected_thinking(name, messages, number, tools) for number in turns]
+        if None in texts:
+            with pytest.raises(ValueError, match=r"row 0 .* message \d+ can't be trained as it is generated"):
+                encoder.encode_rounds([sample], [turns], RowPlace("data", [0]))
+            continue
+        [rows] = encoder.encode_rounds([sample], [turns], RowPlace("data", [0]))
+        found = [(tok.decode(row.token_ids[:a]), tok.decode(row.token_ids[a:b])) for row in rows for a, b in row.turns]
+        assert sorted(found) == sorted(texts), (name, kind)
+        judged += 1
+    assert judged == 20
 
 
 @pytest.mark.parametrize("name", PLAIN)

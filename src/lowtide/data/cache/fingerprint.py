@@ -38,7 +38,7 @@ NEUTRAL = (
 )
 """Options that don't change how a single row is prepared; the limits on its length count as truncation does, and how
 rounds are laid as what it comes to."""
-OF_TURNS = ("turns", "stop_ids", "roles_to_train", "train_on_last_turn_only")
+OF_TURNS = ("turns", "stop_ids", "roles_to_train", "train_on_last_turn_only", "thought_end")
 """Those that are read where the assistant's turns alone are scored."""
 
 

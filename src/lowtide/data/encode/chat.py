@@ -48,6 +48,7 @@ class ChatEncoder:
     Args:
         in_parts: the template is given contents in parts, images among them (see `lowtide.data.formats.images`).
         stop_ids: tokens at which generation stops, beside the tokenizer's end token.
+        thought_end: what ends a thought that the prompt opens and the template never writes.
         by_turns: the assistant's turns are taken as they are generated, unless the template's marks say what is scored
             or contents come in parts.
 
@@ -62,6 +63,7 @@ class ChatEncoder:
         *,
         in_parts: bool = False,
         stop_ids: Sequence[int] = (),
+        thought_end: str | None = None,
         by_turns: bool = False,
     ) -> None:
         if template is None and not tokenizer.chat_template:
@@ -73,7 +75,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.template = template
         self.in_parts = in_parts
-        self.stop_ids = tuple(stop_ids)
+        self.stop_ids, self.thought_end = tuple(stop_ids), thought_end
         self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template)))
         self.by_turns = by_turns and not self.has_marks and not in_parts
         self._told_of_ends = False
@@ -158,7 +160,7 @@ class ChatEncoder:
         for row, (chat, numbers) in enumerate(zip(chats, wanted, strict=True)):
             talk = self._talk(chat)
             try:
-                turns.append([talk.turn(number, self._ends, self._shape(chat)) for number in numbers])
+                turns.append([self._turn(talk, number, chat) for number in numbers])
                 wholes.append(talk.text(len(talk.messages)))
             except UnclearTurn as error:
                 raise place.error(row, error) from error
@@ -177,7 +179,7 @@ class ChatEncoder:
         """Says if no stop token ends the turns of a dataset, of which this is a conversation."""
         talk, last = self._talk(chat), assistant_turns(chat.messages)[-1:]
         try:
-            self._tell_of_ends([talk.turn(number, self._ends, self._shape(chat)) for number in last], source)
+            self._tell_of_ends([self._turn(talk, number, chat) for number in last], source)
         except TEMPLATE_FAILURES:  # the rows will tell
             return
 
@@ -222,10 +224,9 @@ class ChatEncoder:
 
         return Talk(self._given(chat.messages), render)
 
-    @staticmethod
-    def _shape(chat: ChatSample) -> tuple[Any, ...]:
-        """What the form of turns depends on, beside their fields."""
-        return bool(chat.tools), sorted(chat.template_kwargs.items())
+    def _turn(self, talk: Talk, number: int, chat: ChatSample) -> Turn:
+        shape = bool(chat.tools), sorted(chat.template_kwargs.items())  # on which the form of turns depends too
+        return talk.turn(number, self._ends, shape, self.thought_end)
 
     def check_content(self, chat: ChatSample, source: str) -> None:
         """Refuse a template that writes the same text whatever is said: rendered twice, with different content.

@@ -67,11 +67,13 @@ class Talk:
             self._made[stop, prompt] = self._render(self.messages[:stop], prompt)
         return self._made[stop, prompt]
 
-    def turn(self, number: int, ends: TurnEnds, shape: object = ()) -> Turn:
+    def turn(self, number: int, ends: TurnEnds, shape: object = (), thought_end: str | None = None) -> Turn:
         """The turn that is message `number`.
 
         Args:
             shape: what the form of turns depends on beside their fields, such as a template's keywords.
+            thought_end: what ends a thought that the prompt opens and the template never writes; None if it is not
+                known.
 
         Raises:
             UnclearTurn: the template writes no continuation of the prompt.
@@ -79,9 +81,16 @@ class Talk:
         if self.messages[number]["role"] != "assistant":
             return self._spoken(number, ends, shape)
         context, whole = self.text(number, prompt=True), self.text(number + 1)
-        written = whole[len(context) :] if whole.startswith(context) else self._behind_header(number)
+        thought = ""
+        try:
+            written = whole[len(context) :] if whole.startswith(context) else self._behind_header(number)
+        except UnclearTurn:
+            if thought_end is None or thought_end.strip() in self._header(number):
+                raise
+            written = self._answer_alone(number)
+            thought = _thought_of(self.messages[number], written) + thought_end
         target, stops = ends.cut(written, self.messages[: number + 1], self._alone, str(shape))
-        return Turn(context, target, stops, _doubt_of(self.messages[number], target))
+        return Turn(context, thought + target, stops, _doubt_of(self.messages[number], thought + target))
 
     def _spoken(self, number: int, ends: TurnEnds, shape: object) -> Turn:
         """A message that no prompt asks for: what it says, and the stop token that ends it if there is one."""
@@ -99,11 +108,24 @@ class Talk:
     def _alone(self, messages: Sequence[Message]) -> str:
         return self._render(messages, False)
 
+    def _header(self, number: int) -> str:
+        """What a generation prompt adds to the messages before one."""
+        context = self.text(number, prompt=True)
+        return context[_alike(context, self.text(number)) :]
+
+    def _answer_alone(self, number: int) -> str:
+        """What the template writes of a turn from where an answer would begin, whatever thought the prompt opens."""
+        whole = self.text(number + 1)
+        plain = self._alone([*self.messages[:number], {"role": "assistant", "content": MARK}])
+        start = plain.find(MARK)
+        if start < 0 or whole[:start] != plain[:start]:
+            raise UnclearTurn(_why_unclear(number, self.text(number, prompt=True), whole))
+        return whole[start:]
+
     def _behind_header(self, number: int) -> str:
         """What the model has to write where the template, with the turn there, renders what stands before it otherwise
         than for its prompt: what follows the turn's header, which is what a generation prompt adds."""
-        context, whole = self.text(number, prompt=True), self.text(number + 1)
-        header = context[_alike(context, self.text(number)) :]
+        context, whole, header = self.text(number, prompt=True), self.text(number + 1), self._header(number)
         marked = self._alone([*self.messages[:number], marked_message(self.messages[number], MARK)])
         first = marked.find(MARK)
         start = marked.rfind(header, 0, first) if header and first >= 0 else -1
@@ -126,6 +148,15 @@ def _doubt_of(message: Message, target: str) -> Doubt:
     return doubt
 
 
+def _thought_of(message: Message, answer: str) -> str:
+    """The thought of a turn, from its field, or from its content where the template takes it out of that."""
+    thought = next((message[name] for name in THOUGHTS if message.get(name)), None)
+    content = message.get("content") or ""
+    if thought is None and THOUGHT_END in content and THOUGHT_END not in answer:
+        thought = content.rpartition(THOUGHT_END)[0].strip().removeprefix("<think>")
+    return "" if thought is None else str(thought).strip("\n")
+
+
 def _alike(one: str, other: str) -> int:
     """How many characters both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
@@ -137,8 +168,9 @@ def _why_unclear(number: int, context: str, whole: str) -> str:
     return (
         f"message {number} can't be trained as it is generated: the prompt for it ends with {context[-SHOWN:]!r}, and "
         f"with the message there the chat template goes on with {whole[max(shared - 10, 0) : shared + SHOWN]!r} and "
-        "never writes what the prompt has opened. Give a chat template or chat_template_kwargs whose prompt goes with "
-        "the messages (such as enable_thinking=False for answers without thoughts), or set turns='whole'."
+        "never writes what the prompt has opened. Where that is a thought, say what ends it (such as thought_end="
+        "'\\n</think>\\n\\n'); or give a chat template or chat_template_kwargs whose prompt goes with the messages "
+        "(such as enable_thinking=False for answers without thoughts), or set turns='whole'."
     )
 
 

@@ -72,6 +72,7 @@ class RowEncoder:
                 *(first, tokenizer, options.chat_template, source),
                 in_parts=options.contents_in_parts,
                 stop_ids=options.stop_ids,
+                thought_end=options.thought_end,
                 by_turns=options.assistant_only_loss and options.turns == "as_generated",
             )
             if isinstance(first, ChatSample)
@@ -100,6 +101,11 @@ class RowEncoder:
                 f"roles_to_train={sorted(self.roles)} requires assistant_only_loss=True and turns='as_generated', a "
                 "chat template without {% generation %} marks, and rows without images: messages of other roles than "
                 "the assistant's can't be told else."
+            )
+        if self.options.thought_end is not None and not chat.by_turns:
+            raise ValueError(
+                f"thought_end={self.options.thought_end!r} requires assistant_only_loss=True and turns='as_generated', "
+                "a chat template without {% generation %} marks, and rows without images: leave it out."
             )
         marked = isinstance(first, ChatSample) and any(TRAINED_KEYS & message.keys() for message in first.messages)
         if marked and not self.options.assistant_only_loss:

@@ -18,6 +18,7 @@ from bench.docs.chart_docs import write_charts
 from bench.docs.matrix_charts import write_matrix_charts
 from bench.docs.memory_docs import costs_table, longest_section, memory_section, techniques_table, write_measured
 from bench.docs.peer_docs import sharded_section, tasks_section
+from bench.docs.rounds_picture import write_rounds_picture
 from bench.docs.step_picture import write_step_picture
 from bench.docs.writing import write_between
 from bench.estimate.comparison import cells as estimate_cells
@@ -117,6 +118,7 @@ def main() -> int:
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
     write_matrix_charts()
     write_step_picture()
+    write_rounds_picture()
     write_between(suites.PAGE, suites.MARK, suites.table(suites.read_records()), suites.END)
     for result in results:
         if result.get("kind") == RECIPES:

@@ -4,9 +4,9 @@ The rows of the first rank are those of the example on the page.
 """
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
+from bench.docs.drawing import box, document, text
 from bench.measuring.processes import ROOT
 from lowtide.ragged import Segment
 from lowtide.step_plan import (
@@ -36,10 +36,6 @@ SCALE, LANE, SLOT, JOIN, TOP = 5.4, 74, 68, 48, 42
 NOTES = (
     "Score: forward without gradients    Join: the loss, and its slope at each score",
     "Train: forward and backward    dashed: an empty micro-batch",
-)
-STYLE = (
-    "text{font-family:sans-serif;font-size:12px;fill:#222}.s{font-size:11px}.h{font-size:14px;font-weight:bold}"
-    ".q{fill:#555}rect{stroke:#444;stroke-width:1}.idle{fill:#fff;stroke-dasharray:4 3}.train{stroke-width:2.5}"
 )
 
 
@@ -73,9 +69,9 @@ def picture() -> str:
     top = TOP + len(ranks) * 62 + 46
     columns = _columns([acts for _, acts in ranks])
     x = 70
-    drawn.append(_text(10, top - 22, "The acts, from left to right; ranks run their passes side by side", "h"))
+    drawn.append(text(10, top - 22, "The acts, from left to right; ranks run their passes side by side", "h"))
     for number in range(len(ranks)):
-        drawn.append(_text(10, top + number * (LANE + 12) + 36, f"rank {number}"))
+        drawn.append(text(10, top + number * (LANE + 12) + 36, f"rank {number}"))
     for column in columns:
         join = any(isinstance(act, Join) for act in column)
         for number, act in enumerate(column):
@@ -84,30 +80,27 @@ def picture() -> str:
         x += (JOIN if join else SLOT) + 8
     bottom = top + len(ranks) * (LANE + 12) + 16
     for number, note in enumerate(NOTES):
-        drawn.append(_text(70, bottom + 17 * number, note, "s q"))
+        drawn.append(text(70, bottom + 17 * number, note, "s q"))
     bottom += 17 * (len(NOTES) - 1)
-    drawn.insert(0, _text(10, 24, f"The rows, cut to {LIMITS.tokens} tokens a micro-batch", "h"))
-    size = f'width="{x + 10}" height="{bottom + 16}" viewBox="0 0 {x + 10} {bottom + 16}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
-    title = "<title>Two ranks: rows, micro-batches, and the acts of one step</title>"
-    back = '<rect width="100%" height="100%" style="fill:#fff;stroke:none"/>'
-    return "\n".join([head, title, f"<style>{STYLE}</style>", back, *drawn, "</svg>", ""])
+    drawn.insert(0, text(10, 24, f"The rows, cut to {LIMITS.tokens} tokens a micro-batch", "h"))
+    title = "Two ranks: rows, micro-batches, and the acts of one step"
+    return document(title, drawn, x + 10, bottom + 16)
 
 
 def _rows(rank: int, parts: Sequence[MicroBatch], y: int) -> list[str]:
     """The rows of a rank in its micro-batches, with the pieces of a long one."""
-    found, x = [_text(10, y + 20, f"rank {rank}")], 70.0
+    found, x = [text(10, y + 20, f"rank {rank}")], 70.0
     sizes = [sum(row) for row in RANKS[rank]]
     for number, part in enumerate(parts):
         begin = x
         boxes = [(f"piece {n}", piece.tokens) for n, piece in enumerate(part.pieces)]
         boxes = boxes or [(f"row {row}", sizes[row]) for row in part.rows]
         for name, tokens in boxes:
-            found.append(_box(x, y, tokens * SCALE, 30, FILLS[number]))
-            found.append(_text(x + 5, y + 19, f"{name}: {tokens}", "s"))
+            found.append(box(x, y, tokens * SCALE, 30, FILLS[number]))
+            found.append(text(x + 5, y + 19, f"{name}: {tokens}", "s"))
             x += tokens * SCALE
         what = f"micro-batch {number}" + (f", row {part.rows[0]} in pieces" if part.pieces else "")
-        found.append(_text(begin, y + 45, what, "s q"))
+        found.append(text(begin, y + 45, what, "s q"))
         x += 16
     return found
 
@@ -126,33 +119,24 @@ def _columns(everyones: Sequence[Sequence[Act]]) -> list[list[Act | None]]:
 def _act(act: Act, parts: Sequence[MicroBatch], x: float, y: float) -> list[str]:
     if isinstance(act, Join):
         return [
-            _box(x, y, JOIN, LANE, FILLS[act.parts[0]]),
-            _text(x + 12, y + 26, "Join"),
-            _text(x + 8, y + 44, f"part {act.parts[0]}", "s"),
+            box(x, y, JOIN, LANE, FILLS[act.parts[0]]),
+            text(x + 12, y + 26, "Join"),
+            text(x + 8, y + 44, f"part {act.parts[0]}", "s"),
         ]
     kind = "Train" if isinstance(act, Train) else "Score"
     assert isinstance(act, Score | Train)
     if act.part == IDLE:
-        return [_box(x, y, SLOT, LANE, "", "idle"), _text(x + 8, y + 20, kind), _text(x + 8, y + 38, "nothing", "s q")]
+        return [box(x, y, SLOT, LANE, "", "idle"), text(x + 8, y + 20, kind), text(x + 8, y + 38, "nothing", "s q")]
     part = parts[act.part]
     tokens = part.pieces[act.piece].tokens if part.pieces else part.tokens
-    piece = [_text(x + 7, y + 50, f"piece {act.piece}", "s")] if part.pieces else []
+    piece = [text(x + 7, y + 50, f"piece {act.piece}", "s")] if part.pieces else []
     return [
-        _box(x, y, SLOT, LANE, FILLS[act.part], kind.lower()),
-        _text(x + 7, y + 19, kind),
-        _text(x + 7, y + 35, f"part {act.part}", "s"),
+        box(x, y, SLOT, LANE, FILLS[act.part], kind.lower()),
+        text(x + 7, y + 19, kind),
+        text(x + 7, y + 35, f"part {act.part}", "s"),
         *piece,
-        _text(x + 7, y + 66, f"{tokens} tokens", "s q"),
+        text(x + 7, y + 66, f"{tokens} tokens", "s q"),
     ]
-
-
-def _box(x: float, y: float, width: float, height: float, fill: str, kind: str = "") -> str:
-    filled = f' fill="{fill}"' if fill else ""
-    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}"{filled} class="{kind}" rx="3"/>'
-
-
-def _text(x: float, y: float, words: str, kind: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" xml:space="preserve">{escape(words)}</text>'
 
 
 def write_step_picture(path: Path = PICTURE) -> None:

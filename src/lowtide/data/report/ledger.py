@@ -121,8 +121,8 @@ class Ledger:
             lines.append(("labels", f"{len(self.scored_by_label):,}", self._shares_of_labels()))
         if self.tokens_shared:
             share = _share(self.tokens_shared, self.tokens + self.tokens_shared)
-            note = f"{share} of what the rounds of conversations come to, which they have in common"
-            lines.append(("not repeated", f"{self.tokens_shared:,}", note))
+            note = f"{share} of the tokens of whole rounds: what rounds have in common is computed once"
+            lines.append(("shared", f"{self.tokens_shared:,}", note))
         if self.packing_fill is not None:
             note = f"{_percent(self.packing_fill)} full"
             lines.append(("packed rows", f"{self.packed_rows:,}", note))

@@ -1,10 +1,10 @@
 """`python -m bench.conversations`: turns as they are generated, with what rounds have in common computed once.
 
-A chat of 20 rounds under a template that drops the thoughts of earlier rounds, as Qwen3 does: each round thinks, calls
-a tool and answers. A step of supervised fine-tuning (llama-22m, one conversation) is timed as a tree of rounds and
-with whole rounds (`prefix_sharing=False`), in turn, each in a process of its own; the losses are compared. The peak of
-the tree is measured and predicted. Preparing 10,000 conversations of 10 turns is timed beside `turns="whole"` under a
-template that keeps all turns, which that needs. The times want a machine that does nothing else.
+A chat of 20 rounds under a template that drops the thoughts of earlier rounds, as Qwen3's does. A step of supervised
+fine-tuning (llama-22m, one conversation) is timed as a tree of rounds and with whole rounds (`prefix_sharing=False`),
+in turn, each in a process of its own; the losses are compared. The peak of the tree is measured and predicted.
+Preparing 10,000 conversations of 10 turns is timed beside `turns="whole"`, under a template that keeps all turns, as
+that wants. The times want a machine that does nothing else.
 
 Prints each beside its target, records them, and exits with 1 where one is missed.
 """

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 
 from bench.compare.child import clock, say
-from bench.inputs.conversations import DROPPING, agent_talk
+from bench.inputs.conversations import DROPPING, thinking_talk
 from bench.inputs.rows import longtail_rows
 from bench.inputs.shapes import LLAMA_22M, SHAPES, build_model
 from bench.inputs.tokenizer import CHATML, load_tokenizer, tokenizer_for
@@ -30,7 +30,7 @@ def tokenizer_with(template: str) -> Any:
 
 def talks() -> Dataset:
     """A conversation for each step."""
-    return Dataset.from_list([{"messages": agent_talk(ROUNDS, seed)} for seed in range(STEPS)])
+    return Dataset.from_list([{"messages": thinking_talk(ROUNDS, seed)} for seed in range(STEPS)])
 
 
 def config_of(folder: str, sharing: bool) -> Any:
@@ -99,7 +99,7 @@ def prepared(spec: dict[str, Any]) -> dict[str, Any]:
     datasets.disable_progress_bars()
     tokenizer = tokenizer_with(CHATML)
     rows = Dataset.from_list(
-        [{"messages": agent_talk(TURNS, seed, tools=False)} for seed in range(DIFFERENT)] * (TALKS // DIFFERENT)
+        [{"messages": thinking_talk(TURNS, seed)} for seed in range(DIFFERENT)] * (TALKS // DIFFERENT)
     )
     options = PrepareOptions(assistant_only_loss=True, turns=spec["turns"], max_length=None)
     began = time.perf_counter()

@@ -31,7 +31,10 @@ class RewardOptions(VisionOptions):
 
     learning_rate: float = option(1e-4, "The initial learning rate.")
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
-    chat_template_path: str | None = option(None, "Chat template: a Jinja file, or a tokenizer's folder or hub name.")
+    chat_template_path: str | None = option(
+        None,
+        "Chat template: a Jinja file, a tokenizer's folder or hub name, or a built-in one, such as chatml or llama3.",
+    )
     eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
     pad_token: str | None = option(
         None, "Token that the trained model takes for padding. None: the tokenizer's, or the one that ends a text."

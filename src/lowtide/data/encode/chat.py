@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import limit_templates
 from lowtide.data.encode.message_form import MessageForm
+from lowtide.data.encode.named_templates import NAMED, template_named
 from lowtide.data.encode.rounds import Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of
 from lowtide.data.encode.turn_ends import TurnEnds
 from lowtide.data.formats.conversation import Message, assistant_turns
@@ -70,7 +71,8 @@ class ChatEncoder:
             name = tokenizer.name_or_path or type(tokenizer).__name__
             raise ValueError(
                 f"the rows are conversations, and the tokenizer {name!r} has no chat template. Set "
-                "chat_template_path to a .jinja file or to a tokenizer that has one, or train on a text column."
+                f"chat_template_path to a .jinja file, to a tokenizer that has one, or to one of {', '.join(NAMED)}; or "
+                "train on a text column."
             )
         self.tokenizer = tokenizer
         self.template = template
@@ -389,8 +391,8 @@ def _cannot_render(error: BaseException) -> str:
 
 
 def read_chat_template(path: str) -> str:
-    """The chat template at `path`: a .jinja file, a folder with a tokenizer or a `chat_template.jinja`, or a
-    tokenizer on the hub.
+    """The chat template at `path`: a .jinja file, a folder with a tokenizer or a `chat_template.jinja`, one that is
+    built in, by its name, or a tokenizer on the hub.
 
     Raises:
         ValueError, FileNotFoundError: nothing is there, or no template is in it.
@@ -402,6 +404,8 @@ def read_chat_template(path: str) -> str:
         return place.read_text(encoding="utf-8")
     if (place / "chat_template.jinja").is_file():
         return (place / "chat_template.jinja").read_text(encoding="utf-8")
+    if path in NAMED and not place.exists():
+        return template_named(path)
     template = _load_tokenizer(path).chat_template
     if not template:
         raise ValueError(f"chat_template_path: the tokenizer {path!r} has no chat template either.")
@@ -411,8 +415,8 @@ def read_chat_template(path: str) -> str:
 def adopt_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> list[str]:
     """Give `tokenizer` the chat template at `path`, in place.
 
-    Where a tokenizer is there, its added tokens and its end token come along: the template writes them. The
-    model's embedding must then be resized to the tokenizer.
+    Where a tokenizer is there, or a built-in template is named, added tokens and the end token come along: the template
+    writes them. The model's embedding must then be resized to the tokenizer.
 
     Returns:
         The tokens that were added.
@@ -421,6 +425,8 @@ def adopt_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> list[s
     place = Path(path)
     if place.suffix in TEMPLATE_SUFFIXES or (place.is_dir() and not (place / "tokenizer_config.json").is_file()):
         return []
+    if path in NAMED and not place.exists():
+        return _adopt_named(tokenizer, path)
     source = _load_tokenizer(path)
     vocabulary = tokenizer.get_vocab()
     added = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
@@ -430,10 +436,27 @@ def adopt_chat_template(tokenizer: PreTrainedTokenizerBase, path: str) -> list[s
     return [token.content for token in added]
 
 
+def _adopt_named(tokenizer: PreTrainedTokenizerBase, name: str) -> list[str]:
+    """Gives the tokenizer the tokens of a built-in template; returns those that it had not.
+
+    Raises:
+        ValueError: turns would end with the tokenizer's end token, and it has none.
+    """
+    tokens, end = NAMED[name].tokens, NAMED[name].end
+    added = [token for token in tokens if token not in tokenizer.get_vocab()]
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in added])
+    if end is not None:
+        tokenizer.eos_token = end
+    elif tokenizer.eos_token is None:
+        raise ValueError(f"chat_template_path={name!r} ends turns with the tokenizer's end token: set eos_token.")
+    return added
+
+
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"chat_template_path: {path!r} is neither a .jinja file, nor a tokenizer here or on the hub ({error})."
+            f"chat_template_path: {path!r} is neither a .jinja file, nor a tokenizer here or on the hub ({error}), nor "
+            f"a built-in template ({', '.join(NAMED)})."
         ) from error

@@ -33,7 +33,7 @@ class RewardOptions(VisionOptions):
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
     chat_template_path: str | None = option(
         None,
-        "Chat template: a Jinja file, a tokenizer's folder or hub name, or a built-in one, such as chatml or llama3.",
+        "Chat template: a Jinja file, a tokenizer's folder or hub name, or a built-in one, such as chatml.",
     )
     eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
     pad_token: str | None = option(

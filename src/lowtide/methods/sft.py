@@ -26,7 +26,7 @@ class TextOptions:
     dataset_num_proc: int | None = option(None, "Processes that prepare the dataset.", NOT_NEGATIVE)
     chat_template_path: str | None = option(
         None,
-        "Chat template: a Jinja file, a tokenizer's folder or hub name, or a built-in one, such as chatml or llama3.",
+        "Chat template: a Jinja file, a tokenizer's folder or hub name, or a built-in one, such as chatml.",
     )
     eos_token: str | None = option(None, "Token that ends a text, in place of the tokenizer's own.")
     max_length: int | None = option(1024, "Most tokens of a row, and the capacity of a bin. None is no limit.", COUNT)

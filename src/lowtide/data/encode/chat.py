@@ -71,8 +71,8 @@ class ChatEncoder:
             name = tokenizer.name_or_path or type(tokenizer).__name__
             raise ValueError(
                 f"the rows are conversations, and the tokenizer {name!r} has no chat template. Set "
-                f"chat_template_path to a .jinja file, to a tokenizer that has one, or to one of {', '.join(NAMED)}; or "
-                "train on a text column."
+                f"chat_template_path to a .jinja file, to a tokenizer that has one, or to one of {', '.join(NAMED)}, "
+                "or train on a text column."
             )
         self.tokenizer = tokenizer
         self.template = template

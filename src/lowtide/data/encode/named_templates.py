@@ -49,8 +49,8 @@ NAMED = {
         "<end_of_turn>",
     ),
     "llama3": NamedTemplate(
-        OPENING
-        + "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+        OPENING + "{{ bos_token }}{% for message in messages %}"
+        "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
         "{{ message.content }}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
@@ -67,8 +67,8 @@ NAMED = {
         "<|end|>",
     ),
     "zephyr": NamedTemplate(
-        OPENING
-        + "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{{ eos_token }}\n{% endfor %}"
+        OPENING + "{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}{{ eos_token }}\n"
+        "{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     ),
 }

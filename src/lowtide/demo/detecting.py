@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, ElectraConfig, ElectraForPreTraining, Pr
 
 from lowtide.demo.data import Question
 from lowtide.demo.hidden import MASK, sum_of_last_digits, worked
-from lowtide.demo.model import PAD, make_tokenizer
+from lowtide.demo.model import PAD, SMALL, make_tokenizer
 from lowtide.engine.weights.complete_weights import quiet_report
 
 
@@ -25,10 +25,7 @@ def make_discriminator(seed: int) -> tuple[ElectraForPreTraining, PreTrainedToke
     config = ElectraConfig(
         vocab_size=len(vocabulary),
         embedding_size=96,
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         max_position_embeddings=64,
         initializer_range=0.1,
         hidden_dropout_prob=0.0,
@@ -36,12 +33,6 @@ def make_discriminator(seed: int) -> tuple[ElectraForPreTraining, PreTrainedToke
         pad_token_id=vocabulary[PAD],
     )
     return ElectraForPreTraining(config), tokenizer
-
-
-def save_discriminator(folder: Path, seed: int) -> None:
-    """Make model and tokenizer and save them, as a model from the hub would lie there."""
-    for made in make_discriminator(seed):
-        made.save_pretrained(folder)
 
 
 def wrong_digit(question: Question) -> str:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from lowtide.demo.data import Question
-from lowtide.demo.model import END, PAD, START, make_tokenizer
+from lowtide.demo.model import END, PAD, SMALL, START, make_tokenizer
 
 MASK = "<|mask|>"
 
@@ -34,10 +34,7 @@ def make_encoder(seed: int) -> tuple[ModernBertForMaskedLM, PreTrainedTokenizerF
     torch.manual_seed(seed)
     config = ModernBertConfig(
         vocab_size=len(vocabulary),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         max_position_embeddings=128,
         pad_token_id=vocabulary[PAD],
         bos_token_id=vocabulary[START],
@@ -46,12 +43,6 @@ def make_encoder(seed: int) -> tuple[ModernBertForMaskedLM, PreTrainedTokenizerF
         sep_token_id=vocabulary[END],
     )
     return ModernBertForMaskedLM(config), tokenizer
-
-
-def save_filler(folder: Path, seed: int) -> None:
-    """Make model and tokenizer and save them, as a model from the hub would lie there."""
-    for made in make_encoder(seed):
-        made.save_pretrained(folder)
 
 
 @torch.inference_mode()

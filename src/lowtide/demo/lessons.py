@@ -11,12 +11,12 @@ from typing import Any
 from lowtide.demo.answers import answers
 from lowtide.demo.continuing import continued, save_beginning, sentence_rows
 from lowtide.demo.data import Question, dialogue_rows
-from lowtide.demo.detecting import most_suspect, save_discriminator, with_wrong_digit
-from lowtide.demo.hidden import filled, save_filler, sum_of_last_digits, text_rows
+from lowtide.demo.detecting import make_discriminator, most_suspect, with_wrong_digit
+from lowtide.demo.hidden import filled, make_encoder, sum_of_last_digits, text_rows
 from lowtide.demo.model import save
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, wrong_sum
 from lowtide.demo.tagging import marked, predicted_labels, save_tagger, tagged, tagged_rows
-from lowtide.demo.translating import pair_of_texts, save_encoder_decoder, targets_of
+from lowtide.demo.translating import make_encoder_decoder, pair_of_texts, targets_of
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
@@ -228,7 +228,7 @@ LESSONS: dict[str, Lesson] = {
         measure="exact_match",
         words="exact answers",
         asked=lambda question: question.text,
-        base=save_encoder_decoder,
+        base=functools.partial(save, make=make_encoder_decoder),
     ),
     "masked-lm": Lesson(
         steps=300,
@@ -239,7 +239,7 @@ LESSONS: dict[str, Lesson] = {
         words="rightly filled in",
         asked=lambda question: f"{question.left} + {question.right}: {question.left % 10} + {question.right % 10} =",
         note="what is filled in where the sum of the last digits is hidden",
-        base=save_filler,
+        base=functools.partial(save, make=make_encoder),
     ),
     "replaced-token-detection": Lesson(
         steps=500,
@@ -257,6 +257,6 @@ LESSONS: dict[str, Lesson] = {
         words="wrong digit found",
         asked=lambda question: with_wrong_digit(question).replace("\n", "; "),
         note="the token that is held to be replaced before all others, in brackets",
-        base=save_discriminator,
+        base=functools.partial(save, make=make_discriminator),
     ),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -24,6 +26,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML, with marks around what the assistant generates."""
+SMALL: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+"""The size of the demo's models."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -54,10 +58,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
     vocabulary = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=len(vocabulary),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         num_key_value_heads=4,
         head_dim=24,
         max_position_embeddings=256,
@@ -68,8 +69,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
     return Qwen3ForCausalLM(config)
 
 
-def save(folder: Path, seed: int) -> None:
-    """Make model and tokenizer and save them, as a model from the hub would lie there."""
+def save(folder: Path, seed: int, make: Callable[[int], Iterable[Any]] | None = None) -> None:
+    """Make model and tokenizer and save them, as a model from the hub would lie there.
+
+    Args:
+        make: makes both from the seed; by default those of this module.
+    """
     tokenizer = make_tokenizer()
-    make_model(tokenizer, seed).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    for made in make(seed) if make else (make_model(tokenizer, seed), tokenizer):
+        made.save_pretrained(folder)

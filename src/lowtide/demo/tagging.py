@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
 from lowtide.demo.data import Question
+from lowtide.demo.model import SMALL
 from lowtide.engine.heads.classes import TokenClasses
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 
@@ -53,10 +54,7 @@ def save_tagger(folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=len(vocabulary),
-        hidden_size=96,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SMALL,
         max_position_embeddings=64,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,

@@ -59,12 +59,6 @@ def make_encoder_decoder(seed: int) -> tuple[BartForConditionalGeneration, PreTr
     return BartForConditionalGeneration(config), tokenizer
 
 
-def save_encoder_decoder(folder: Path, seed: int) -> None:
-    """Make model and tokenizer and save them, as a model from the hub would lie there."""
-    for made in make_encoder_decoder(seed):
-        made.save_pretrained(folder)
-
-
 @torch.inference_mode()
 def targets_of(folder: Path, questions: Sequence[Question], description: str) -> list[str]:
     """What the model in `folder` writes for each question, decoded greedily."""

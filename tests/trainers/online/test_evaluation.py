@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.marks import slow_but
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.runs.online_runs import online, prompts
@@ -47,7 +48,7 @@ def evaluated(folder: Path, name: str, rows: int) -> dict[str, float]:
     return {each: found[each] for each in names if each in found}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", slow_but(["GRPO", "PPO"], METHODS))
 def test_whatever_is_written_at_a_time(name, tmp_path):
     expected = evaluated(tmp_path / "whole", name, 10)
     assert evaluated(tmp_path / "parts", name, 2) == pytest.approx(expected, rel=1e-5)

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from lowtide.engine.reference import logprobs
+from tests.support.marks import slow_but
 from tests.support.runs.online_runs import assert_near, online, trained, weights
 
 BEAMS = {"do_sample": False, "num_beams": 3, "length_penalty": -0.1}
@@ -39,7 +40,7 @@ def test_what_is_compared_with_is_scored_by_the_policy(tmp_path):
     torch.testing.assert_close(batch.score_values["old"].double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("method", slow_but(["GRPO"], ["GRPO", "RLOO"]))
 def test_a_run_with_beams_learns_however_its_steps_are_cut(method, tmp_path):
     options = {"generation_kwargs": {"do_sample": True, "top_k": 50, "num_beams": 2, "length_penalty": -0.1}}
     before = weights(online(tmp_path / "before", method))

@@ -260,7 +260,7 @@ def test_a_frozen_tower_stays(tmp_path: Path) -> None:
     assert not any("visual.blocks" in name or "patch_embed" in name for name in changed)
 
 
-@pytest.mark.parametrize("by_path", [True, False])
+@pytest.mark.parametrize("by_path", slow_but([True], [True, False]))
 def test_a_run_that_stops_within_a_window_goes_on_with_the_same_bits(by_path: bool, tmp_path: Path) -> None:
     data = questions()
     for number, row in enumerate(data if by_path else ()):

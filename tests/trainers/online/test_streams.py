@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.marks import slow_but
 from tests.support.runs.online_runs import online, prompts
 
 SIX = {"per_device_train_batch_size": 6, "per_device_eval_batch_size": 6, "num_generations": 3}
@@ -14,7 +15,7 @@ def numbers(found):
     return {name: value for name, value in found.items() if not any(each in name for each in times)}
 
 
-@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("method", slow_but(["GRPO"], ["GRPO", "RLOO"]))
 def test_an_evaluation_of_a_stream_is_that_of_its_rows(method, tmp_path):
     """Groups are whole although the rows are no multiple of a group, and no batch is torn."""
     rows = prompts(5).select(range(2))
@@ -24,7 +25,7 @@ def test_an_evaluation_of_a_stream_is_that_of_its_rows(method, tmp_path):
     assert numbers(trainer.evaluate(rows.to_iterable_dataset())) == expected
 
 
-@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("method", slow_but(["GRPO"], ["GRPO", "RLOO"]))
 def test_streams_by_name_are_evaluated_each(method, tmp_path):
     held = prompts(7)
     by_name = {"short": held.select(range(2)), "long": held.select(range(2, 7))}

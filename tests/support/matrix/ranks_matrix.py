@@ -28,8 +28,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """The columns: how a config says it."""
 NEEDS = {"ZeRO-2": "deepspeed", "ZeRO-3": "deepspeed"}
-LEFT_OUT = {"packing", "fused head", "padding-free batches"}
-"""Bins are dealt to ranks in another order; the other two are on in every run."""
+LEFT_OUT = {"packing", "fused head", "padding-free batches", "prefix sharing"}
+"""Bins are dealt to ranks in another order; two are on in every run; and the rows here share no tokens."""
 APART = 0.1
 """Relative distance up to which a technique that rounds is itself, in blocks that lie otherwise in a shard."""
 

@@ -7,7 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from lowtide import SFTConfig
 from lowtide.cli import show
+from lowtide.option_values import options_of
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {% if loop.last and m.thinking %}{{ m.thinking }} then {% endif %}"
@@ -82,6 +84,17 @@ def test_rows_what_is_dropped_and_the_whole(run):
     lines = run("--assistant_only_loss", "--row", 1, "--max_length", 7)
     assert lines[1:] == ["context: 'user a b <end> assistant'", "scored: 'd e'", "dropped: 'then c <end>'"]
     assert len(run("--rows", 2)) == 6
+
+
+def test_options_and_their_defaults_are_those_of_a_training(run):
+    parser = argparse.ArgumentParser()
+    show.add_parser(parser.add_subparsers())
+    options = parser.parse_args(["show", "rows", "--model", "m"]).options
+    assert options == {name: each for name, each in options_of(SFTConfig).items() if name in show.READ}
+    assert options["max_length"].default == 1024
+    with pytest.raises(ValueError, match=r"roles_to_train=.* requires assistant_only_loss=True"):
+        run("--roles_to_train", "user")
+    assert run("--assistant_only_loss", "--max_length", "none") == run("--assistant_only_loss", "--max_length", 1024)
 
 
 def test_the_parts_are_coloured_on_a_terminal(run):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from lowtide.cli.options import add_options, read_options
 from lowtide.compat.argparse import Subparsers
+from lowtide.option_values import options_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,11 +16,18 @@ if TYPE_CHECKING:
 
     from lowtide.data.report.row_parts import ShownSegment
 
+READ = (
+    *("dataset_text_field", "chat_template_path", "eos_token", "max_length", "truncation_mode", "completion_only_loss"),
+    *("assistant_only_loss", "turns", "roles_to_train", "train_on_last_turn_only", "thought_end"),
+)
+"""The options of `lowtide sft` on which a row depends."""
 STYLES = {"context": "dim", "scored": "bold green", "dropped": "red strike"}
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the subcommand to `lowtide`'s parser."""
+    from lowtide.methods.sft import SFTOptions
+
     parser = subparsers.add_parser(
         "show",
         help="rows of a dataset as the model will see them: what is context, scored and dropped",
@@ -34,20 +43,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="how many to show (default: 1)")
     parser.add_argument("--dataset_split", default="train", metavar="SPLIT", help="which split (default: train)")
     parser.add_argument("--dataset_config", metavar="NAME", help="which configuration of a dataset on the hub")
-    parser.add_argument("--dataset_text_field", default="text", metavar="COLUMN", help="the column with plain text")
-    parser.add_argument("--chat_template_path", metavar="PATH", help="a Jinja file, or a tokenizer that has a template")
-    parser.add_argument("--max_length", type=int, metavar="N", help="the most tokens of a segment (default: no limit)")
-    parser.add_argument(
-        "--truncation_mode", default="keep_start", choices=("keep_start", "keep_end"), help="which end max_length keeps"
-    )
-    parser.add_argument("--assistant_only_loss", action="store_true", help="score only what the assistant says")
-    parser.add_argument(
-        "--turns", default="as_generated", choices=("as_generated", "whole"), help="how the assistant's turns are taken"
-    )
-    parser.add_argument("--roles_to_train", nargs="+", metavar="ROLE", help="the roles of the messages that are scored")
-    parser.add_argument("--train_on_last_turn_only", action="store_true", help="score only the last of these messages")
-    parser.add_argument("--eos_token", metavar="TOKEN", help="the token that ends a text or a turn")
-    parser.set_defaults(run=run)
+    options = {name: each for name, each in options_of(SFTOptions).items() if name in READ}
+    add_options(parser.add_argument_group("supervised fine-tuning"), options.values())
+    parser.set_defaults(run=run, options=options)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,18 +60,20 @@ def run(args: argparse.Namespace) -> int:
     from lowtide.data.report.row_parts import segments_of
     from lowtide.data.sources.load import load_rows
     from lowtide.engine.weights.loading import load_tokenizer
+    from lowtide.methods.sft import SFTOptions
     from lowtide.run.inputs.loading import stop_ids_of
     from lowtide.terminal import Console
 
+    given = SFTOptions(**read_options(args, args.options))
+    given.check()
     tokenizer = load_tokenizer(args.model)
-    if args.chat_template_path is not None:
-        adopt_chat_template(tokenizer, args.chat_template_path)
+    if given.chat_template_path is not None:
+        adopt_chat_template(tokenizer, given.chat_template_path)
     rows: Any = load_rows(args.data, split=args.dataset_split, name=args.dataset_config)
     if not 0 <= args.row < len(rows) or args.rows < 1:
         raise ValueError(f"--row {args.row} --rows {args.rows}: {args.data} has the rows 0 to {len(rows) - 1}")
-    own = ("dataset_text_field", "max_length", "truncation_mode", "assistant_only_loss", "turns", "eos_token")
     options = PrepareOptions(
-        **{name: getattr(args, name) for name in (*own, "roles_to_train", "train_on_last_turn_only")},
+        **{name: getattr(given, name) for name in READ if name != "chat_template_path"},
         source=args.data,
         stop_ids=tuple(stop_ids_of(_generation_config(args.model), tokenizer)),
     )

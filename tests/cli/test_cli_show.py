@@ -9,6 +9,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from lowtide import SFTConfig
 from lowtide.cli import show
+from lowtide.data.report.row_parts import Part, ShownSegment
+from lowtide.data.report.shown_page import ShownRow
 from lowtide.option_values import options_of
 
 TEMPLATE = (
@@ -101,6 +103,24 @@ def test_the_parts_are_coloured_on_a_terminal(run):
     text = "\n".join(run("--assistant_only_loss", colours=True))
     assert "\x1b[1;32m" in text
     assert "i then g h <end>" in text
+
+
+def test_a_page_has_the_parts_coloured_and_escaped(run, tmp_path):
+    path = tmp_path / "rows.html"
+    assert run("--assistant_only_loss", "--max_length", 15, "--html", path)[-1] == f"Written: {path}"
+    page = path.read_text()
+    assert '<span class="scored">i then g h</span><span class="dropped">&lt;end&gt;</span>' in page
+    assert '<span class="context">user a b &lt;end&gt; assistant' in page
+    assert "of segment 1, which end with <code>user a b &lt;end&gt; assistant</code>" in page
+    assert "<end>" not in page
+
+
+def test_a_notebook_shows_a_row_escaped():
+    part = Part("scored", 2, "<script>alert(1)</script> & more")
+    html = ShownRow(3, [ShownSegment([part])])._repr_html_()
+    assert '<span class="scored">&lt;script&gt;alert(1)&lt;/script&gt; &amp; more</span>' in html
+    assert html.startswith("<style>")
+    assert "<script>" not in html
 
 
 def test_a_row_that_is_not_there_is_refused(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.options import add_options, read_options
@@ -43,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--rows", type=int, default=1, metavar="N", help="how many to show (default: 1)")
     parser.add_argument("--dataset_split", default="train", metavar="SPLIT", help="which split (default: train)")
     parser.add_argument("--dataset_config", metavar="NAME", help="which configuration of a dataset on the hub")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the rows as a page, coloured")
     options = {name: each for name, each in options_of(SFTOptions).items() if name in READ}
     add_options(parser.add_argument_group("supervised fine-tuning"), options.values())
     parser.set_defaults(run=run, options=options)
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from lowtide.data.encode.chat import adopt_chat_template
     from lowtide.data.options import PrepareOptions
     from lowtide.data.report.row_parts import segments_of
+    from lowtide.data.report.shown_page import ShownRow, write_html
     from lowtide.data.sources.load import load_rows
     from lowtide.engine.weights.loading import load_tokenizer
     from lowtide.methods.sft import SFTOptions
@@ -77,13 +80,17 @@ def run(args: argparse.Namespace) -> int:
         source=args.data,
         stop_ids=tuple(stop_ids_of(_generation_config(args.model), tokenizer)),
     )
-    console = Console()
+    console, shown = Console(), list[ShownRow]()
     for number in range(args.row, min(args.row + args.rows, len(rows))):
         segments = segments_of(rows.select([number]), tokenizer, options)
+        shown.append(ShownRow(number, segments))
         for place, segment in enumerate(segments, start=1):
             heading = f"row {number}, segment {place} of {len(segments)}"
             for line in _lines(heading, segment, coloured=console.color_system is not None):
                 console.print(line, soft_wrap=True)
+    if args.html is not None:
+        write_html(shown, args.html, f"Rows of {args.data}")
+        console.print(f"Written: {args.html}", markup=False, soft_wrap=True)
     return 0
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from lowtide.spelling import nearest
@@ -32,7 +32,9 @@ def arguments_named(name: str, init: Mapping[str, Any]) -> Iterator[None]:
     """
     try:
         yield
-    except (TypeError, ValueError, ImportError, StrictDataclassError) as error:
+    except (MemoryError, OSError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a config that describes no model leads to
         raise init_refused(name, init, error) from error
 
 
@@ -54,7 +56,10 @@ def init_refused(name: str, init: Mapping[str, Any], error: Exception) -> ValueE
             f"'sdpa' ({one_line(error)})"
         )
     given = ", ".join(f"{key}={value!r}" for key, value in init.items() if "token" not in key)
-    return ValueError(f"model {name!r} cannot be loaded with {given}: {one_line(error)}")
+    said = one_line(error)
+    if not isinstance(error, TypeError | ValueError | ImportError):
+        said = f"{type(error).__name__}: {said}. Look at its config.json"
+    return ValueError(f"model {name!r} cannot be loaded with {given}: {said}")
 
 
 def check_layers(config: Any, name: str) -> None:

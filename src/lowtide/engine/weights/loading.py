@@ -29,7 +29,7 @@ from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.labels import label_values
-from lowtide.engine.weights.load_errors import check_layers
+from lowtide.engine.weights.load_errors import check_layers, one_line
 from lowtide.engine.weights.model_init import CODE, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.quantized import check_torchao
@@ -92,6 +92,10 @@ def saved_config(name: str, init: Mapping[str, Any]) -> PretrainedConfig | None:
         raise ValueError(f"the config of model {name!r} is nested too deeply to be read") from None
     except (OSError, ValueError):
         return None
+    except Exception as error:  # what it holds is of other kinds than it should be
+        raise ValueError(
+            f"the config of model {name!r} cannot be read: {type(error).__name__}: {one_line(error)}"
+        ) from error
     check_layers(found, name)
     return found
 
@@ -117,18 +121,20 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
         ValueError: there is none; says how to pass one.
     """
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+    config = saved_config(name, how)
     try:
-        config = saved_config(name, how)
         if getattr(config, "model_type", None) in WITH_IMAGES:
             return AutoProcessor.from_pretrained(name, **how)
         made = AutoTokenizer.from_pretrained(name, **how)
         if _is_made_up(made, name):
             raise ValueError("there is no vocabulary")
         return made
-    except (OSError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # among them what files that hold no tokenizer lead to
         raise ValueError(
             f"no tokenizer at {name!r}: save one beside the model, or in Python: pass it as `processing_class` "
-            f"({_first_line(error)})"
+            f"({'' if isinstance(error, OSError | ValueError) else type(error).__name__ + ': '}{_first_line(error)})"
         ) from error
 
 

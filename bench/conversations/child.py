@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 
 from bench.compare.child import clock, say
-from bench.inputs.conversations import DROPPING, thinking_talk
+from bench.inputs.conversations import DROPPING, thinking_talks
 from bench.inputs.rows import longtail_rows
 from bench.inputs.shapes import LLAMA_22M, SHAPES, build_model
 from bench.inputs.tokenizer import CHATML, load_tokenizer, tokenizer_for
@@ -30,7 +30,7 @@ def tokenizer_with(template: str) -> Any:
 
 def talks() -> Dataset:
     """A conversation for each step."""
-    return Dataset.from_list([{"messages": thinking_talk(ROUNDS, seed)} for seed in range(STEPS)])
+    return Dataset.from_list(thinking_talks(STEPS, ROUNDS))
 
 
 def config_of(folder: str, sharing: bool) -> Any:
@@ -98,9 +98,7 @@ def prepared(spec: dict[str, Any]) -> dict[str, Any]:
     datasets.disable_caching()
     datasets.disable_progress_bars()
     tokenizer = tokenizer_with(CHATML)
-    rows = Dataset.from_list(
-        [{"messages": thinking_talk(TURNS, seed)} for seed in range(DIFFERENT)] * (TALKS // DIFFERENT)
-    )
+    rows = Dataset.from_list(thinking_talks(DIFFERENT, TURNS) * (TALKS // DIFFERENT))
     options = PrepareOptions(assistant_only_loss=True, turns=spec["turns"], max_length=None)
     began = time.perf_counter()
     prepare(rows, tokenizer, options, batch_size=8, packing=False)

@@ -16,12 +16,15 @@ DROPPING = (
 """A chat template that writes the thought of the last answer alone, as Qwen3's does."""
 
 
-def thinking_talk(rounds: int, seed: int) -> list[dict[str, Any]]:
-    """The messages of a conversation of so many rounds."""
-    draw = word_source(random.Random(seed))
-    messages: list[dict[str, Any]] = []
-    for _ in range(rounds):
-        asked, thought, answer = (" ".join(draw(count)) for count in (ASKED, THOUGHT, ANSWER))
-        messages.append({"role": "user", "content": asked})
-        messages.append({"role": "assistant", "content": answer, "reasoning_content": thought})
-    return messages
+def thinking_talks(count: int, rounds: int) -> list[dict[str, Any]]:
+    """So many conversations, as rows with `messages`."""
+    draw = word_source(random.Random(0))
+
+    def words(count: int) -> str:
+        return " ".join(draw(count))
+
+    def asked_and_answered() -> list[dict[str, Any]]:
+        answer = {"role": "assistant", "content": words(ANSWER), "reasoning_content": words(THOUGHT)}
+        return [{"role": "user", "content": words(ASKED)}, answer]
+
+    return [{"messages": [message for _ in range(rounds) for message in asked_and_answered()]} for _ in range(count)]

@@ -18,7 +18,7 @@ LEAN = {"activation_offloading": True, "mlp_tile_tokens": 256}
 """What keeps the activations of a whole batch small, where there are no smaller micro-batches."""
 LEAN_ROW = {"activation_offloading": True, "mlp_tile_tokens": 128}
 """The same for micro-batches of one row, which adapters are trained in."""
-DEFAULTS = {"gradient_checkpointing", "padding_free", "rehearsal", "tokens_per_microbatch"}
+DEFAULTS = {"gradient_checkpointing", "padding_free", "prefix_sharing", "rehearsal", "tokens_per_microbatch"}
 """Options of techniques that are on in every row."""
 OF_FILES = {"base_weights", "trained_weights"}
 """Options of techniques that need a model on disk, which `bench.streamed` measures."""

@@ -9,6 +9,7 @@ more follows there is no such span in the whole, and the conversation is refused
 """
 
 import logging
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -399,10 +400,10 @@ def read_chat_template(path: str) -> str:
     """
     place = Path(path)
     if place.suffix in TEMPLATE_SUFFIXES:
-        if not place.is_file():
+        if not os.path.isfile(place):
             raise FileNotFoundError(f"chat_template_path: there is no file {path!r}.")
         return place.read_text(encoding="utf-8")
-    if (place / "chat_template.jinja").is_file():
+    if os.path.isfile(place / "chat_template.jinja"):  # also of names that no file can have
         return (place / "chat_template.jinja").read_text(encoding="utf-8")
     if path in NAMED and not place.exists():
         return template_named(path)

@@ -14,16 +14,13 @@ Prints each beside its target, records them, and exits with 1 where one is misse
 nothing else.
 """
 
-import argparse
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-
-from bench.measuring.measure import GIGABYTE, hardware
-from bench.measuring.processes import ChildFailed, run_child
-from bench.measuring.results import CHAINS, over_earlier, versions, write
+from bench.measuring.figures import Figure, measure
+from bench.measuring.measure import GIGABYTE
+from bench.measuring.processes import run_child
+from bench.measuring.results import CHAINS
 
 NAME = "chains-llama-22m"
 CAP = 4096
@@ -34,25 +31,8 @@ TIMEOUT = 1800
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures, prints and records."""
-    parser = argparse.ArgumentParser(prog="python -m bench.chains", description="Rows in pieces.")
-    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
-    parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
-    options, console = parser.parse_args(argv), Console()
-    measured: dict[str, Any] = {}
-    for name in options.only:
-        try:
-            measured[name] = MEASURES[name]()
-        except ChildFailed as error:
-            console.print(f"{name}: {error.reason}", *error.last_lines, sep="\n")
-            return 1
-        console.print(f"{name}: {measured[name]['text']}", soft_wrap=True)
-    if options.record:
-        machine = hardware("cpu")
-        results = {"kind": CHAINS, "hardware": machine, "versions": versions()}
-        results["measured"] = over_earlier(NAME, machine, "measured", measured)
-        console.print(f"recorded in {write(NAME, results)}")
-    return 0 if all(each["met"] for each in measured.values()) else 1
+    """Measures, prints and records; returns 1 where a figure misses its target or a run fails."""
+    return measure(__doc__, argv, MEASURES, NAME, CHAINS)
 
 
 def run(**spec: Any) -> dict[str, Any]:
@@ -100,7 +80,7 @@ def windows(storage: str = "device") -> dict[str, Any]:
     return {"short": short, "row": row, "ratio": ratio, "text": text, "met": ratio <= 1.3}
 
 
-MEASURES: dict[str, Callable[[], dict[str, Any]]] = {
+MEASURES: dict[str, Figure] = {
     "peak": peak,
     "gradients": gradients,
     "time": time,

@@ -11,16 +11,13 @@ Prints each beside its target, records them, and exits with 1 where one is misse
 
 import statistics
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console
-
 from bench.conversations.child import ROUNDS, TALKS, TURNS
-from bench.measuring.arguments import parser_of
-from bench.measuring.measure import GIGABYTE, hardware
-from bench.measuring.processes import ChildFailed, run_child
-from bench.measuring.results import CONVERSATIONS, over_earlier, versions, write
+from bench.measuring.figures import Figure, measure
+from bench.measuring.measure import GIGABYTE
+from bench.measuring.processes import run_child
+from bench.measuring.results import CONVERSATIONS
 from bench.memory.surroundings import ENVIRONMENT
 
 SUMMARY = "Time and measure conversations whose rounds share what they have in common."
@@ -32,24 +29,7 @@ AGAIN = 3
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints and records; returns 1 where a figure misses its target or a run fails."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES), help="what to measure")
-    parser.add_argument("--no-record", dest="record", action="store_false", help="print only")
-    options, console = parser.parse_args(argv), Console()
-    measured: dict[str, Any] = {}
-    for name in options.only:
-        try:
-            measured[name] = MEASURES[name]()
-        except ChildFailed as failure:
-            console.print(f"{name}: {failure.reason}", *failure.last_lines, sep="\n", markup=False)
-            return 1
-        console.print(f"{name}: {measured[name]['text']}", soft_wrap=True)
-    if options.record:
-        here = hardware("cpu")
-        found = over_earlier(NAME, here, "measured", measured)
-        results = {"kind": CONVERSATIONS, "hardware": here, "versions": versions(), "measured": found}
-        console.print(f"recorded in {write(NAME, results)}")
-    return 0 if all(each["met"] for each in measured.values()) else 1
+    return measure(__doc__, argv, MEASURES, NAME, CONVERSATIONS)
 
 
 def run(**spec: Any) -> dict[str, Any]:
@@ -92,7 +72,7 @@ def preparing() -> dict[str, Any]:
     return {"seconds": [own, whole], "ratio": own / whole, "text": text, "met": own <= 3 * whole}
 
 
-MEASURES: dict[str, Callable[[], dict[str, Any]]] = {"step": step, "peak": peak, "preparing": preparing}
+MEASURES: dict[str, Figure] = {"step": step, "peak": peak, "preparing": preparing}
 
 
 if __name__ == "__main__":

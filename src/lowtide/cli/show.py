@@ -107,15 +107,13 @@ def _generation_config(model: str) -> Any:
 def _lines(heading: str, segment: ShownSegment, *, coloured: bool) -> Iterator[Text]:
     from rich.text import Text
 
-    parts = segment.parts
-    counts = {kind: sum(part.tokens for part in parts if part.kind == kind) for kind in STYLES}
-    told = [(f"{count:,} {kind}", STYLES[kind]) for kind, count in counts.items() if count]
+    parts, counts = segment.parts, segment.counts
+    told = [(f"{count:,} {kind}", STYLES[kind]) for kind, count in counts.items()]
     yield Text.assemble(
         (f"{heading}: {sum(counts.values()):,} tokens: ", "bold"), *(each for one in told for each in (one, " "))
     )
-    if segment.prefix >= 0:
-        where = f"goes on behind the first {segment.seen:,} tokens of segment {segment.prefix + 1}, which end with "
-        yield Text.assemble((where, "italic"), (repr(segment.before), STYLES["context"]))
+    if segment.where:
+        yield Text.assemble((segment.where, "italic"), (repr(segment.before), STYLES["context"]))
     if coloured:
         yield Text.assemble(*((part.text, STYLES[part.kind]) for part in parts))
     else:

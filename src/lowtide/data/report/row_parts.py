@@ -42,6 +42,19 @@ class ShownSegment:
     before: str = ""
     """The last of the text that it goes on from."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Its tokens by kind, of those kinds that it has."""
+        found = {kind: sum(part.tokens for part in self.parts if part.kind == kind) for kind in KINDS}
+        return {kind: count for kind, count in found.items() if count}
+
+    @property
+    def where(self) -> str:
+        """Where it goes on from another, up to `before`; empty where it goes on from none."""
+        if self.prefix < 0:
+            return ""
+        return f"goes on behind the first {self.seen:,} tokens of segment {self.prefix + 1}, which end with "
+
 
 def segments_of(row: Dataset, tokenizer: PreTrainedTokenizerBase, options: PrepareOptions) -> list[ShownSegment]:
     """The segments that a dataset of one row becomes. What a limit on its length cuts is dropped.

@@ -37,14 +37,10 @@ class ShownRow:
         return "\n".join(self._of(place, segment) for place, segment in enumerate(self.segments, start=1))
 
     def _of(self, place: int, segment: ShownSegment) -> str:
-        counts = {kind: sum(part.tokens for part in segment.parts if part.kind == kind) for kind in KINDS}
-        told = ", ".join(f"{count:,} {kind}" for kind, count in counts.items() if count)
-        where = ""
-        if segment.prefix >= 0:
-            where = (
-                f'<p class="note">goes on behind the first {segment.seen:,} tokens of segment {segment.prefix + 1}, '
-                f"which end with <code>{escape(segment.before)}</code></p>"
-            )
+        counts, where = segment.counts, segment.where
+        told = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+        if where:
+            where = f'<p class="note">{where}<code>{escape(segment.before)}</code></p>'
         parts = "".join(f'<span class="{part.kind}">{escape(part.text)}</span>' for part in segment.parts)
         heading = f"Row {self.number}, segment {place} of {len(self.segments)}: {sum(counts.values()):,} tokens: {told}"
         return f'<h2>{escape(heading)}</h2>{where}<div class="shown">{parts}</div>'

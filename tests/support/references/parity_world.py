@@ -176,6 +176,19 @@ def trained_alike(theirs: Any, ours: Any, steps: int) -> tuple[dict[str, torch.T
     return expected, actual
 
 
+def assert_likelihoods_agree(theirs: Any, ours: Any, steps: int, near: Mapping[str, float] = {}) -> None:
+    """Trains both trainers, of losses over tokens: the loss, the gradient's norm and the metrics of every step agree.
+
+    Args:
+        near: as of `assert_metrics_agree`.
+    """
+    expected, actual = trained_alike(theirs, ours, steps)
+    assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
+    torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
+    assert_metrics_agree(actual, expected, near=near)
+
+
 def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:
     """Returns the values of each key that all entries have, in their order."""
     shared = set.intersection(*(set(entry) for entry in entries))

@@ -43,6 +43,7 @@ from lowtide.ops.logits import linear_logprobs
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ops.mapped import is_mapped
 from tests.support.matrix.matrix_models import ONLINE, ROWS, TAUGHT, build, parts, rows, tokenizer
+from tests.support.runs.on_a_cpu import ON_A_CPU
 
 STEPS = 5
 BATCH = 8
@@ -54,12 +55,7 @@ COMMON: dict[str, Any] = {
     "learning_rate": 2e-3,
     "lr_scheduler_type": "constant",
     "train_sampling_strategy": "sequential",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
+    **ON_A_CPU,
     "gradient_checkpointing": False,
     "rehearsal": False,
 }

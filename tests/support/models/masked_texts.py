@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lowtide import MaskedLMConfig, MaskedLMTrainer
+from tests.support.runs.on_a_cpu import ON_A_CPU
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 STEMS = ["tide", "boat", "shell", "stone", "wave", "gull", "sand", "pool"]
@@ -42,12 +43,7 @@ COMMON: dict[str, Any] = {
     "max_steps": 4,
     "learning_rate": 5e-3,
     "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
+    **ON_A_CPU,
     "rehearsal": False,
     "gradient_checkpointing": False,
 }

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lowtide import Seq2SeqConfig, Seq2SeqTrainer
+from tests.support.runs.on_a_cpu import ON_A_CPU
 
 SPECIAL = ["<pad>", "</s>", "<unk>", "en_XX", "de_DE"]
 WORDS = [f"w{number}" for number in range(40)]
@@ -40,12 +41,7 @@ COMMON: dict[str, Any] = {
     "max_steps": 4,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
+    **ON_A_CPU,
     "rehearsal": False,
     "gradient_checkpointing": False,
 }

@@ -16,6 +16,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from tests.support.runs.on_a_cpu import ON_A_CPU
+
 STEPS, FIRST_STEPS = 20, 6
 """Of a long run, and of one that shows what a loss, an option or a format does: from the second step on, gradients and
 the optimizer take part in every loss."""
@@ -23,12 +25,7 @@ COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "lr_scheduler_type": "constant",
     "train_sampling_strategy": "sequential",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
+    **ON_A_CPU,
 }
 """What both libraries are told of every run."""
 

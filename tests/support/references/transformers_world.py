@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.runs.on_a_cpu import ON_A_CPU
+
 STEPS = 20
 SAME: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -15,12 +17,7 @@ SAME: dict[str, Any] = {
     "lr_scheduler_type": "linear",
     "warmup_steps": 3,
     "weight_decay": 0.01,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
+    **ON_A_CPU,
     "optim": "adamw_torch",
     "max_grad_norm": 1.0,
     "seed": 7,

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lowtide import GKDConfig, GKDTrainer
 from tests.support.references.parity_world import SMALL, assistant, build_model, sums, tokenizer, user
+from tests.support.runs.on_a_cpu import ON_A_CPU
 
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -20,12 +21,7 @@ SETTINGS: dict[str, Any] = {
     "max_new_tokens": 12,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
+    **ON_A_CPU,
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lowtide
 from tests.support.references.parity_world import build_model, sums, tokenizer
+from tests.support.runs.on_a_cpu import ON_A_CPU
 
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -19,12 +20,7 @@ SETTINGS: dict[str, Any] = {
     "max_steps": 3,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
+    **ON_A_CPU,
 }
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")

@@ -126,7 +126,7 @@ class Option:
             if isinstance(each, bool) or not isinstance(each, int | float):
                 continue
             held, allowed = in_float32(each), self.range or FINITE
-            if held not in allowed:
+            if held not in allowed or (held == 0 and each not in allowed):  # which may be a negative number
                 none = ", or None" if NoneType in self.kinds else ""
                 why = allowed.note or self.help.split(". ")[0].rstrip(".")
                 finite = "" if math.isfinite(held) or str(allowed) == "finite" else "finite and "

@@ -10,6 +10,7 @@ predicted for those who choose machines, and `Sharding.runs` says so.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -303,7 +304,7 @@ def loaded(path: str) -> Any:
     Raises:
         ValueError: it is not there, or is no JSON.
     """
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"sharding config {path!r} is not there; give a path, or a short text as 'zero3' or 'fsdp2'")
     try:
         return parse_json(Path(path).read_text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 from torch import nn
@@ -115,7 +115,7 @@ class TeacherMaker(ReferenceMaker):
             raise ValueError("teacher_model is the model that is trained, which would be its own teacher: pass another")
         init = model_init(self.args.teacher_model_init_kwargs, trust_remote_code=self.args.trust_remote_code)
         name = model_name(reference)
-        if isinstance(reference, str) or Path(name).is_dir():
+        if isinstance(reference, str) or os.path.isdir(name):
             check_its_tokenizer("teacher_model", name, tokenizer, trust_remote_code=init["trust_remote_code"])
         if isinstance(reference, str):
             init = {"dtype": embedding_weight(policy).dtype, **init}

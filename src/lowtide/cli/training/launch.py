@@ -126,7 +126,7 @@ def _accelerate_config(file: str) -> dict[str, Any]:
             f"accelerate_config is {file!r}, which is no file: take --num_processes N with --deepspeed FILE, a "
             "DeepSpeed config"
         )
-    if not Path(file).is_file():
+    if not os.path.isfile(file):
         raise UsageError(f"accelerate_config: there is no file {file!r}. `accelerate config` writes one, or {_REMEDY}")
     try:
         config = parse_yaml(Path(file).read_text(encoding="utf-8"))
@@ -164,7 +164,7 @@ def _config_of(words: Sequence[str]) -> str | None:
 def _keys_of_file(words: Sequence[str]) -> dict[str, Any]:
     """What a run file says to the launcher; nothing of one that cannot be read, which is said when its options are."""
     path = _config_of(words)
-    if path is None or not Path(path).is_file():
+    if path is None or not os.path.isfile(path):
         return {}
     import yaml
 

@@ -7,6 +7,7 @@ failure the files are looked through, one by one: headers and sizes of safetenso
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import pickletools
 import zipfile
@@ -82,7 +83,7 @@ def _matching(folder: Path, *patterns: str) -> list[Path]:
 
 def model_folder(name: str) -> Path | None:
     """The folder of a model, in the hub's cache for one that was downloaded."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return Path(name)
     with contextlib.suppress(Exception):  # no valid name of the hub's
         cached = try_to_load_from_cache(name, "config.json")

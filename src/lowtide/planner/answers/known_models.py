@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -32,7 +32,7 @@ def known_models() -> dict[str, dict[str, Any]]:
 def known_name(model: str) -> str | None:
     """The entry of a name, with or without its owner, in any case, tuned for instructions or not; None where there is
     none, or a folder has the name."""
-    if Path(model).exists():
+    if os.path.exists(model):
         return None
     wanted = _plain(model)
     for name in known_models():

@@ -9,6 +9,7 @@ takes no memory, and its layers are compared with those that are traced.
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def config_of_model(model: str | PretrainedConfig, **options: Any) -> Pretrained
         return model
     if (base := base_of_adapters(model)) is not None:
         return config_of_model(base, **options)
-    there = Path(model).exists()
+    there = os.path.exists(model)
     if not there and model.startswith(PATHS):
         raise ValueError(
             f"model {model!r} is a path, and there is no such folder: {Path(model).expanduser().absolute()}"

@@ -123,7 +123,7 @@ def _tokenizer(args: Any, rows: Any) -> PreTrainedTokenizerBase:
         texts = texts_of(apart, field, LEARNED_FROM)
         return learn_tokenizer(texts, args.train_tokenizer, masks=args.method.head.hides_tokens)
     name = args.tokenizer_name or args.config_name
-    if name is None or Path(name).is_file():
+    if name is None or os.path.isfile(name):
         raise ValueError(
             "a model that begins with random weights needs a tokenizer: name one by tokenizer_name, learn one by "
             "train_tokenizer, or in Python: pass it as `processing_class`"

@@ -273,12 +273,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
     def _check_saving(self) -> None:
         """Refuses a report into a folder; parts of a model where no rank holds rows, and to push them, which others
         could not load."""
-        if self.memory_report:
-            report = Path(self.memory_report)
-            above = next((each for each in report.parents if each.exists()), report)
-            if report.is_dir() or above.is_file():
-                what = "is a folder" if report.is_dir() else f"is below the file {str(above)!r}"
-                raise ValueError(f"memory_report={self.memory_report!r} {what}: name a file")
+        if self.memory_report and (what := _why_no_file(Path(self.memory_report))):
+            raise ValueError(f"memory_report={self.memory_report!r} {what}: name a file")
         sharding = self.sharding
         split = {"tp_size": sharding.tensor_parallel, "pipeline_parallel_size": sharding.pipeline_parallel}
         for name, size in split.items():
@@ -393,3 +389,14 @@ def whose(name: str) -> str:
 def has_bf16(use_cpu: bool) -> bool:
     """Whether bfloat16 mixed precision is the default: on a GPU that multiplies in it. A CPU stays exact."""
     return not use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def _why_no_file(path: Path) -> str:
+    """Why no file can be written at a path; empty where one can."""
+    above = next((each for each in path.parents if each.exists()), path)
+    try:
+        if path.is_dir():
+            return "is a folder"
+    except OSError as error:
+        return f"cannot be a file ({error.strerror})"
+    return f"is below the file {str(above)!r}" if above.is_file() else ""

@@ -187,8 +187,9 @@ def assert_likelihoods_agree(theirs: Any, ours: Any, steps: int, near: Mapping[s
 
 
 def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:
-    """Returns the values of each key that all entries have, in their order."""
-    shared = set.intersection(*(set(entry) for entry in entries))
+    """Returns the values of each number that all entries have, in their order; what is text, such as the phase in which
+    memory was highest, stands beside a new peak alone."""
+    shared = set.intersection(*({key for key in entry if not isinstance(entry[key], str)} for entry in entries))
     return {key: torch.tensor([float(entry[key]) for entry in entries], dtype=torch.float64) for key in shared}
 
 

@@ -71,7 +71,7 @@ def trained(spec: dict[str, Any]) -> dict[str, Any]:
     first = trainer.state.log_history[0]
     seconds = statistics.median(end - begin for begin, end in pairwise(ticks.ends))
     peak = max(phases.bytes.values())
-    return {"seconds": seconds, "tokens": first["num_tokens"], "loss": first["loss"], "peak_bytes": peak}
+    return {"seconds": seconds, "tokens": int(first["num_tokens"]), "loss": first["loss"], "peak_bytes": peak}
 
 
 def predicted(spec: dict[str, Any]) -> dict[str, Any]:

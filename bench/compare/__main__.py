@@ -1,8 +1,9 @@
 """`python -m bench.compare`: lowtide and TRL side by side, alternating, each run in a process of its own.
 
 Prints real tokens a second, the peak above what the process held before the trainer was constructed, and their
-ratios, and records them in bench/results/ with the hardware and versions. Contestants take turns (A B C, A B C),
-so that a machine that warms up or is shared slows all of them alike; the medians of the runs are compared.
+ratios, and records them in bench/results/ with the hardware and versions. Contestants take turns (A B C, C B A),
+so that a machine that warms up or is shared slows all of them alike; the medians of the runs are compared. With
+`--against COMMIT` the lowtide of that commit is one more contestant.
 """
 
 import argparse
@@ -16,10 +17,11 @@ from rich.console import Console
 
 from bench.compare.contestants import BATCH
 from bench.compare.methods import METHODS
-from bench.compare.tables import BUSY, print_comparison
+from bench.compare.tables import BUSY, OURS, print_comparison
 from bench.inputs.rows import CASES
 from bench.inputs.shapes import SHAPES
 from bench.inputs.tokenizer import tokenizer_for
+from bench.measuring.other_commits import AGAINST, source_of
 from bench.measuring.processes import ChildFailed, progress_bar, run_child
 from bench.measuring.results import different_rows, record, summarise, versions
 
@@ -38,7 +40,9 @@ def main(argv: list[str] | None = None) -> int:
         with console.status(f"{shape}: the machine's matmul rate"):
             spec = {"shape": shape, "contestant": None}
             machine = run_child(spec, lambda step: None, options.timeout) | {"load_before": load}
-        succeeded += [compare(Run(method, shape, options), machine, console) for method in options.method]
+        with source_of(options.against) as before:
+            runs = [Run(method, shape, options, before) for method in options.method]
+            succeeded += [compare(run, machine, console) for run in runs]
     return 0 if all(succeeded) else 1
 
 
@@ -49,6 +53,8 @@ class Run:
     method: str
     shape: str
     options: argparse.Namespace
+    before: dict[str, str]
+    """The variables under which a child imports the library of `--against`."""
 
     @property
     def name(self) -> str:
@@ -60,7 +66,12 @@ class Run:
 
     @property
     def contestants(self) -> list[str]:
-        return chosen(self.options.contestants, METHODS[self.method].contestants)
+        found = chosen(self.options.contestants, METHODS[self.method].contestants)
+        return [*found, f"{OURS}@{self.options.against}"] if self.options.against else found
+
+    def environment(self, contestant: str) -> dict[str, str]:
+        """Returns the variables that a contestant's child gets beside this process's."""
+        return self.before if "@" in contestant else {}
 
     def specification(self, case: str, contestant: str) -> dict[str, Any]:
         """Returns what a child is told."""
@@ -68,7 +79,7 @@ class Run:
             "method": self.method,
             "shape": self.shape,
             "case": case,
-            "contestant": contestant,
+            "contestant": contestant.partition("@")[0],
             "warmup": self.options.warmup,
             "timed": self.options.timed,
             "tokenizer": str(tokenizer_for(CASES[self.method][case].rows())),
@@ -113,7 +124,7 @@ def measure_all(run: Run, console: Console) -> tuple[dict, list[str]]:
         (case, turn, contestant)
         for case in run.cases
         for turn in range(options.repeat)
-        for contestant in run.contestants
+        for contestant in run.contestants[:: 1 if turn % 2 == 0 else -1]
     ]
     with progress_bar(console) as bar:
         overall = bar.add_task(run.name, total=len(turns) * (options.warmup + options.timed))
@@ -121,7 +132,8 @@ def measure_all(run: Run, console: Console) -> tuple[dict, list[str]]:
             bar.update(overall, description=f"{run.name} {case}: {contestant}, turn {turn + 1} of {options.repeat}")
             spec = run.specification(case, contestant)
             try:
-                result = run_child(spec, lambda step: bar.advance(overall), options.timeout)
+                environment = run.environment(contestant)
+                result = run_child(spec, lambda step: bar.advance(overall), options.timeout, environment=environment)
                 runs.setdefault((case, contestant), []).append(result)
             except ChildFailed as failure:
                 failures.append(f"{case}: {contestant}: {failure.reason}")
@@ -137,6 +149,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models; default: those for this machine's device")
     parser.add_argument("--cases", nargs="+", help="default: all of each method's")
     parser.add_argument("--contestants", nargs="+", help="default: all of each method's")
+    parser.add_argument("--against", metavar="COMMIT", help=AGAINST)
     parser.add_argument("--warmup", type=positive, default=1, help="steps that are not timed")
     parser.add_argument("--timed", type=positive, default=4, help="steps that are timed")
     parser.add_argument("--repeat", type=positive, default=2, help="turns that each contestant takes")

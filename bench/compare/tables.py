@@ -10,7 +10,7 @@ from bench.inputs.rows import CASES
 from bench.measuring.measure import GIGABYTE
 from bench.measuring.results import ratios
 
-BASELINE = "trl"
+BASELINE, OURS = "trl", "lowtide"
 BUSY = 0.7
 """Load average above which a machine is shared, and its times are not worth much."""
 VOCABULARY_TARGET = 1.1
@@ -38,13 +38,18 @@ def print_comparison(results: dict[str, Any], console: Console) -> None:
             table.add_row(*row)
         console.print(table)
         console.print(verdict(results, case))
+        for name in contestants:
+            if "@" in name and OURS in contestants:
+                speed, peak = ratios(contestants[OURS], contestants[name])
+                console.print(f"{OURS} beside {name}: {speed:.2f}x the speed with {peak:.2f}x the peak")
 
 
 def comparison_rows(method: str, contestants: dict[str, dict[str, Any]]) -> list[list[str]]:
     """Returns a line of cells for each contestant, its name first."""
     rows = []
     for name, measured in contestants.items():
-        peer = METHODS[method].contestants[name].against
+        known = METHODS[method].contestants.get(name)
+        peer = known and known.against
         rows.append(
             [
                 name,

@@ -16,41 +16,32 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
+from bench.measuring.other_commits import AGAINST, importing, source_of
 from bench.measuring.processes import ROOT
 from bench.step_host.child import CASES, operations
 
 SUMMARY = "Count and time what the host does in a step beside forwards and backwards."
 
 
-def measured(source: Path) -> dict[str, float]:
-    """The seconds of each case with the library of some source tree."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source / "src"), str(ROOT)])}
+def measured(environment: dict[str, str]) -> dict[str, float]:
+    """The seconds of each case with the library that the environment imports."""
     command = [sys.executable, "-m", "bench.step_host.child"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.step_host", description=SUMMARY)
-    parser.add_argument("--against", help="a commit whose host time is measured beside this one's")
+    parser.add_argument("--against", metavar="COMMIT", help=AGAINST)
     parser.add_argument("--repeat", type=int, default=5, help="runs of each, in turns")
     options = parser.parse_args()
     print("tensor operations of cutting a batch")
     for kind in ("sft", "dpo"):
         print(f"  {kind}, 256 rows: {operations(kind)}")
-    with tempfile.TemporaryDirectory() as folder:
-        sources = {"this": ROOT}
-        if options.against:
-            sources["other"] = Path(folder, "other")
-            subprocess.run(["git", "worktree", "add", "-q", "--detach", sources["other"], options.against], check=True)
-        try:
-            runs = [{name: measured(source) for name, source in sources.items()} for _ in range(options.repeat)]
-        finally:
-            if options.against:
-                subprocess.run(["git", "worktree", "remove", "--force", sources["other"]], check=True)
+    with source_of(options.against) as other:
+        sources = {"this": importing(ROOT)} | ({"other": other} if options.against else {})
+        runs = [{name: measured(each) for name, each in sources.items()} for _ in range(options.repeat)]
     print("milliseconds of a step outside forwards and backwards")
     for case in CASES:
         ours = statistics.median(run["this"][case] for run in runs)

@@ -20,24 +20,22 @@ class RowBatches:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def of_step(self, read: Iterable[Any]) -> tuple[RaggedBatch | None, int]:
-        """(the batches of one optimizer step as one, how many were taken).
+    def of_step(self, read: Iterable[Any]) -> RaggedBatch | None:
+        """The batches of one optimizer step as one; None where there are none.
 
         Rows that fill up the last batch of a pass are left out, and a rank without others has one that stands in: a
         step is that of one process, which has each row once.
         """
         trainer = self.trainer
-        batches, taken, batch = [], 0, None
+        batches, batch = [], None
         for inputs in read:
             batch = trainer.drawn(trainer.as_ragged(inputs), trainer.row_order.place[0])
             trainer.row_order.advance()
-            taken += 1
             if count := self.own_rows(batch):
                 batches.append(batch if count == batch.rows else batch.select_rows(range(count)))
         if batch is None:
-            return None, 0
-        whole = RaggedBatch.concat(batches) if batches else replace(idle_part(batch, None).batch, stands_in=True)
-        return whole, taken
+            return None
+        return RaggedBatch.concat(batches) if batches else replace(idle_part(batch, None).batch, stands_in=True)
 
     def own_rows(self, batch: RaggedBatch) -> int:
         """How many rows of the batch that was taken last are this rank's own, and do not fill it up."""

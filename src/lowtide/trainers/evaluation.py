@@ -174,6 +174,11 @@ def evaluated(trainer: Any, model: nn.Module, loader: DataLoader, *, wanted: boo
     sync.meet(device)
     totals.add(rows=rows)
     sums = totals.read(device)
+    if not sums.get("rows"):
+        raise ValueError(
+            f"eval_dataset gave no batch, so that `{prefix}_loss` has no value: it has no rows with something to "
+            "predict. Pass other rows, or longer ones (max_length)"
+        )
     metrics: dict[str, Any] = trainer.metrics_of(sums) | kept.metrics()
     metrics["loss"] = sums.get("loss", 0.0) + trainer.objective.aux_coefficient * metrics.get("aux_loss", 0.0)
     predictions, targets = kept.gathered()

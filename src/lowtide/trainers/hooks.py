@@ -263,9 +263,14 @@ class LowtideTrainer(Trainer):
         super()._run_epoch(**given)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """The batches of one optimizer step as one; the Trainer's places for the earlier ones stay empty."""
-        step, taken = self.batch_maker.of_step(itertools.islice(epoch_iterator, num_batches))
-        return ([] if step is None else [None] * (taken - 1) + [step]), None
+        """The batches of one optimizer step as one, at the last of the Trainer's places, where it steps; the earlier
+        ones stay empty, and all do at the end of a stream, which may have fewer batches left than a step takes."""
+        step = self.batch_maker.of_step(itertools.islice(epoch_iterator, num_batches))
+        if step is not None:
+            return [None] * (num_batches - 1) + [step], None
+        self.row_order.check_read()
+        self.control.should_epoch_stop = True
+        return [], None
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

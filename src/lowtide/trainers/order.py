@@ -209,6 +209,23 @@ class RowOrder:
         """One more batch of this pass is taken."""
         self.place = (self.place[0], self.place[1] + 1)
 
+    @property
+    def fewest(self) -> int:
+        """Rows of all ranks below which there is no batch."""
+        return 1
+
+    def check_read(self) -> None:
+        """Looks at what was taken, once a pass has ended.
+
+        Raises:
+            ValueError: the first pass gave no batch.
+        """
+        if self.place == (0, 0):
+            raise ValueError(
+                f"train_dataset gave no batch, so that nothing can be trained: the stream has less than {self.fewest} "
+                "rows with something to train on. Pass more rows, or longer ones (max_length)"
+            )
+
     def begin_epoch(self, loader: DataLoader, epoch: int, taken: int) -> None:
         """A pass over the rows, of which so many batches were taken before."""
         self.place = epoch, taken

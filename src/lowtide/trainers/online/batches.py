@@ -35,7 +35,7 @@ class WrittenBatches(RowBatches):
         self._evaluated: list[Figures] = []
         self._eval_rows, self._eval_completions = 0, 0
 
-    def of_step(self, read: Iterable[Any]) -> tuple[RaggedBatch | None, int]:
+    def of_step(self, read: Iterable[Any]) -> RaggedBatch | None:
         trainer, args, parts = self.trainer, self.trainer.options, []
         windows, order = trainer.windows, trainer.row_order
         for rows in read:
@@ -51,9 +51,7 @@ class WrittenBatches(RowBatches):
             chosen = learned[share * each : (share + 1) * each]
             parts.append(trainer.learning.batch(rollout, chosen, sharing=self._sharing))
             order.advance()
-        if not parts:
-            return None, 0
-        return kept_tokens(trainer.runner, RaggedBatch.concat(parts), args), len(parts)
+        return kept_tokens(trainer.runner, RaggedBatch.concat(parts), args) if parts else None
 
     def own_rows(self, batch: RaggedBatch) -> int:
         each = self.trainer.learning.completions

@@ -108,6 +108,10 @@ class PromptOrder(RowOrder):
             return theirs(dataset, size)
 
     @property
+    def fewest(self) -> int:
+        return self.trainer.windows.prompts
+
+    @property
     def _evaluated(self) -> Windows:
         """What is written at a time in evaluation."""
         return Windows(1, self.args.generations_eval)

@@ -80,6 +80,17 @@ def test_adapters_of_scale_0_are_warned_of(more, idle, tmp_path, caplog):
     assert [f"{SAYS}lora_alpha=0:" in each for each in said(caplog)] == [True] * idle
 
 
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_first_gradient_of_0_is_warned_of(dead, tmp_path, caplog):
+    model = build()
+    for weight in model.parameters() if dead else ():
+        weight.data.zero_()
+    with caplog.at_level(logging.WARNING):
+        trainer("cpo", tmp_path, model=model, max_steps=2, logging_steps=1).train()
+    said = [each.getMessage() for each in caplog.records if "is exactly 0" in each.getMessage()]
+    assert [text.startswith("the gradient of step 1") for text in said] == [True] * dead
+
+
 def test_the_loss_of_a_router_is_a_term_beside():
     module, off = torch.nn.Linear(1, 1), {"gradient_checkpointing": False}
     args = SimpleNamespace(learning_rate=1.0, without_gradient=lambda: [{"beta=0"}], **off)

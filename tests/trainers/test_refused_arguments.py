@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from peft import LoraConfig
+from peft import AdaLoraConfig, LoraConfig, PrefixTuningConfig
 
 import lowtide
 from lowtide.demo.model import make_model, make_tokenizer
@@ -18,7 +18,7 @@ ROWS = Dataset.from_list([{"text": f"{n} + {n} = {2 * n}"} for n in range(4)])
 
 def config(folder: Path, **options: Any) -> lowtide.SFTConfig:
     always = {"use_cpu": True, "max_steps": 1, "report_to": "none", "disable_tqdm": True}
-    return lowtide.SFTConfig(output_dir=str(folder / "out"), **{**always, **options})
+    return lowtide.SFTConfig(**{"output_dir": str(folder / "out"), **always, **options})
 
 
 def trainer(folder: Path, options: dict[str, Any] | None = None, **given: Any) -> lowtide.SFTTrainer:
@@ -77,6 +77,39 @@ def test_modules_to_adapt_that_are_not_there_are_named_where_others_are(targets,
     trainer(tmp_path, peft_config=LoraConfig(target_modules=targets))
     said = [each.getMessage() for each in caplog.records if "target_modules names" in each.getMessage()]
     assert [text.split(" names ")[1].split(", and ")[0] for text in said] == [missing] * bool(missing)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LoraConfig(target_modules=["q_proj"], target_parameters=["nowhere"]), "target_parameters names 'nowhere'"),
+        (LoraConfig(target_modules=["q_proj"], layers_to_transform=[0, 99]), "layers_to_transform names 99"),
+        (LoraConfig(target_modules=["q_proj"], lora_dropout=1.0), "lora_dropout=1 leaves adapters nothing"),
+        (LoraConfig(target_modules=["q_proj"], init_lora_weights="eva"), "init_lora_weights='eva' needs"),
+        (LoraConfig(target_modules=["q_proj"], init_lora_weights="lora_ga"), "init_lora_weights='lora_ga' needs"),
+        (AdaLoraConfig(target_modules=["q_proj"], total_step=9), "ranks are not moved between layers"),
+        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=0), "num_virtual_tokens=0 puts nothing"),
+        (LoraConfig(target_modules=["q_proj"], layers_to_transform=[0], lora_dropout=0.5), ""),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_values_that_peft_takes_without_a_word_are_warned_of(config, words, tmp_path, caplog):
+    trainer(tmp_path, peft_config=config)
+    said = [each.getMessage() for each in caplog.records if each.name == "lowtide.engine.weights.loading"]
+    assert [words in text for text in said] == [True] * bool(words)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_on_start": True}, r"eval_on_start=True requires rows to evaluate on"),
+        ({"output_dir": "/dev/null", "save_strategy": "no"}, r"output_dir='/dev/null' is a file"),
+        ({"output_dir": "a\0b", "save_strategy": "no"}, r"output_dir='a.x00b' has a zero byte"),
+    ],
+)
+def test_a_trainer_that_could_not_start_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, options)
 
 
 @pytest.mark.parametrize(("task", "warned"), [("SEQ_CLS", True), ("CAUSAL_LM", False), (None, False)])

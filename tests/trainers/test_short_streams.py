@@ -21,7 +21,7 @@ SHORT: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 3}
 
 def over(kind: str, given: Any, **options: Any) -> Any:
     """A trainer over these rows."""
-    with mock.patch.object(matrix, "rows", lambda kind: given), mock.patch.object(matrix.Watched, "prepared", {}):
+    with mock.patch.object(matrix, "rows", return_value=given), mock.patch.object(matrix.Watched, "prepared", {}):
         return matrix.make(kind, **options)
 
 

@@ -20,18 +20,18 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
 from lowtide.data.prompts import PROMPT, PROMPT_IDS
-from lowtide.engine.forward import same_rows_of, sequence_of
+from lowtide.engine.forward import causal_model, same_rows_of, sequence_of, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
-from lowtide.methods.online.learning import GroupRewards, Learning, Rewarded
+from lowtide.methods.online.learning import GroupRewards, Learning, Rewarded, reported_of
 from lowtide.methods.online.rollouts import RolloutOptions
 from lowtide.objectives.advantages import deviation, summed_up, weighted
 from lowtide.objectives.correction import Correction, correction, sampling_metrics
 from lowtide.ops.float64 import exchange_device
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import gathered, objects_of_all_ranks
-from lowtide.rollout.conversations import Conversations, ToolUse
+from lowtide.rollout.conversations import Conversation, Conversations, ToolUse
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
 from lowtide.rollout.images import PromptImages
 from lowtide.rollout.judges import JudgedPairs
@@ -185,7 +185,8 @@ class RolloutMaker:
         )
         made, found = self._met(lambda: self._scored(own, len(rows)), waited_for=self.runner.waited_for)
         if conversations is not None:
-            made.metrics |= _tool_metrics(conversations, self.runner.device)
+            reported = self._reported(len(rows), self._share(len(rows)))
+            made.metrics |= _tool_metrics(conversations.all[:reported], self.runner.device)
         if found is not None:
             made.metrics |= sampling_metrics(found, self._of_all_ranks)
         self._finish(made, group, getattr(state, "epoch", None) or 0.0)
@@ -205,6 +206,16 @@ class RolloutMaker:
     def together(self) -> RankGroup | None:
         """The ranks that learn from the same rollout; None where each has its own."""
         return same_rows_of(self.runner.model)
+
+    def _own(self, completions: int) -> slice:
+        """This rank's completions, so many, among those of all ranks."""
+        first = self.options.data_rank * completions  # type: ignore[attr-defined]
+        return slice(first, first + completions)
+
+    def _reported(self, completions: int, share: slice) -> int:
+        """How many of a share of this rank's completions metrics are of."""
+        first = self._own(completions).start
+        return reported_of(self.reported, slice(first + share.start, first + share.stop))
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of the rollouts of all ranks; what several hold alike counts once."""
@@ -313,12 +324,22 @@ class RolloutMaker:
                     f"rollout_func: row {number} has {len(ids)} completion_ids, {len(probs)} logprobs and {len(mask)} "
                     "env_mask: as many of each"
                 )
+            self._check_known(number, [*given["prompt_ids"][number], *ids])
             ids, plain = [int(token) for token in ids], [float("nan")] * len(ids)
             ends = ids[-1] in [*self.writer.stop_ids, self.tokenizer.pad_token_id]
             probs = [float("nan") if each is None else float(each) for each in probs]
             completions.append(Completion(ids, probs, plain, [bool(m) for m in mask], "stop" if ends else "length"))
         rollout = Rollout([[int(t) for t in prompt] for prompt in given["prompt_ids"]], completions, version)
         return rollout, {name: values for name, values in given.items() if name not in (*REQUIRED, "env_mask")}
+
+    def _check_known(self, number: int, ids: Sequence[int]) -> None:
+        """Refuses tokens of a row of `rollout_func` that the policy has no embedding for."""
+        known = vocabulary(causal_model(self.runner.model))
+        if (unknown := next((token for token in ids if not 0 <= int(token) < known), None)) is not None:
+            raise ValueError(
+                f"rollout_func: row {number} has the token id {int(unknown)}, and the model has ids from 0 to "
+                f"{known - 1}: return ids of its own tokenizer"
+            )
 
     def _completed(
         self,
@@ -384,21 +405,29 @@ class RolloutMaker:
         return self._corrected(rollout) if self.options.corrects else None
 
     def _corrected(self, rollout: Rollout) -> Correction:
-        """Importance ratios of the policy that wrote against the generator's numbers, kept with the rollout."""
+        """Importance ratios of the policy that wrote against the generator's numbers, kept with the rollout; those of
+        the completions that metrics are of."""
         options: Any = self.options
         counts = torch.tensor([sum(flags) for flags in rollout.scored], dtype=torch.long)
-        found = correction(
-            rollout.score_values[OLD],
-            rollout.of_scores("logprobs"),
-            torch.arange(len(counts)).repeat_interleave(counts),
-            len(counts),
-            mode=options.vllm_importance_sampling_mode,
-            least=options.vllm_importance_sampling_clip_min,
-            most=options.vllm_importance_sampling_clip_max,
-        )
+        completion = torch.arange(len(counts)).repeat_interleave(counts)
+
+        def of_first(completions: int) -> Correction:
+            scores = slice(int(counts[:completions].sum()))
+            return correction(
+                rollout.score_values[OLD][scores],
+                rollout.of_scores("logprobs")[scores],
+                completion[scores],
+                completions,
+                mode=options.vllm_importance_sampling_mode,
+                least=options.vllm_importance_sampling_clip_min,
+                most=options.vllm_importance_sampling_clip_max,
+            )
+
+        found = of_first(len(rollout))
         rollout.score_values[CORRECTION] = found.ratios
         rollout.row_values[LOG_CORRECTION] = found.logs
-        return found
+        reported = self._reported(len(rollout), slice(0, len(rollout)))
+        return found if reported == len(rollout) else of_first(reported)
 
     def _policy(self, batch: Any, head: type[Head] = LanguageModel) -> Float[Tensor, " scores"]:
         """What a head reads off the policy as it is now, by default log-probabilities."""
@@ -412,11 +441,10 @@ class RolloutMaker:
         """What is learned, and metrics over all ranks."""
         rollout, device = made.rollout, self.runner.device
         made.rewards = self._of_all_ranks(rollout.rewards).cpu()
-        first = self.options.data_rank * len(rollout)  # type: ignore[attr-defined]
         rewarded = Rewarded(
             rollout,
             GroupRewards(made.rewards, self.rewards.weights, group),
-            slice(first, first + len(rollout)),
+            self._own(len(rollout)),
             device,
             epoch,
             evaluated=self.evaluates,
@@ -462,9 +490,9 @@ def _means_of_calls(logged: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in calls.items()}
 
 
-def _tool_metrics(conversations: Conversations, device: torch.device) -> dict[str, float]:
+def _tool_metrics(conversations: Sequence[Conversation], device: torch.device) -> dict[str, float]:
     """Over all ranks."""
-    sums = [sum(getattr(each, name) for each in conversations.all) for name in ("calls", "failures")]
+    sums = [sum(getattr(each, name) for each in conversations) for name in ("calls", "failures")]
     everyones = gathered(torch.tensor([[*sums, len(conversations)]], dtype=torch.float32, device=device)).sum(0)
     calls, failures, completions = everyones.tolist()
     return {

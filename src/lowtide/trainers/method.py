@@ -29,14 +29,14 @@ from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
 from lowtide.run.inputs.beginning import beginning_of
 from lowtide.run.inputs.loading import config_of
 from lowtide.run.inputs.row_checks import check_collator
-from lowtide.run.options.inherited_checks import check_early_stopping
+from lowtide.run.options.inherited_checks import check_early_stopping, check_starts
 from lowtide.run.options.training import TrainingConfig
 from lowtide.run.training_run import Inputs, TrainingRun
 from lowtide.run.unwise import unwise
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.trainers.attributes import set_options
 from lowtide.trainers.budget import Fitted, fit_budget
-from lowtide.trainers.checkpoints.output_folder import check_output
+from lowtide.trainers.checkpoints.output_folder import check_folder, check_output
 from lowtide.trainers.hooks import LowtideTrainer, public_call
 from lowtide.trainers.losses.own_loss import OF_TRAINING
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
@@ -103,6 +103,8 @@ class MethodTrainer(LowtideTrainer):
         args = config_of(self.config, given["args"], given["model"], self.method.name.upper())
         self.args = args = with_older(args, older, type(self).__name__)
         check_early_stopping(given["callbacks"], args)
+        check_starts(args, given["eval_dataset"])
+        check_folder(Path(str(args.output_dir)))
         if args.save_strategy != "no":
             check_output(Path(str(args.output_dir)), {name: given.get(name) for name in MODELS})
         check_same_run({each.name: getattr(args, each.name) for each in fields(args) if each.init})

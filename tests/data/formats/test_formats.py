@@ -103,6 +103,16 @@ def test_roles_out_of_order_are_refused(messages, problem):
         ({"messages": [{"content": "a"}]}, r"messages\[0\] has the keys 'content'; a message has a 'role'"),
         ({"messages": [USER, CALL | {"tool_calls": "[]"}]}, r"messages\[1\]\['tool_calls'\] is or holds a str"),
         ({"messages": [USER, CALL | {"tool_calls": ["f()"]}]}, r"is or holds a str; it must be a list of calls"),
+        *(
+            ({"messages": [USER, CALL | {"tool_calls": [call]}]}, r"\['tool_calls'\]\[0\] says no function")
+            for call in (
+                {},
+                {"function": {"arguments": {}}},
+                {"name": ""},
+                {"function": {"name": None}},
+                {"function": "f"},
+            )
+        ),
         ({"messages": [{"role": 3, "content": "a"}]}, r"messages\[0\]\['role'\] is a int"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, r"messages\[1\]\['content'\] is null"),
         (

@@ -171,6 +171,12 @@ def test_a_value_of_a_wrong_kind_is_refused_with_what_it_takes(name, value, mess
         CONFIGS["DPO"](output_dir=str(tmp_path), **{name: value})
 
 
+@pytest.mark.parametrize("name", ["cosin", None])
+def test_an_option_that_a_method_declares_anew_is_checked_too(name, tmp_path):
+    with pytest.raises(ValueError, match=f"^lr_scheduler_type={name!r} "):
+        lowtide.PretrainConfig(output_dir=str(tmp_path), lr_scheduler_type=name)
+
+
 def test_a_subclass_keeps_the_ranges_of_what_it_gives_another_default(tmp_path):
     @dataclasses.dataclass
     class Mine(CONFIGS["DPO"]):

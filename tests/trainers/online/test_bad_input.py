@@ -139,6 +139,14 @@ def test_prompts_above_the_token_budget(tmp_path):
         ({"prompt_ids": [[1]]}, "returns no completion_ids, logprobs"),
         ({"prompt_ids": [[1]], "completion_ids": [[1]], "logprobs": None}, "returned 1 prompt_ids for 8 prompts"),
         ({"prompt_ids": [[1]] * 8, "completion_ids": [[]] * 8, "logprobs": None}, "has no tokens"),
+        (
+            {"prompt_ids": [[1]] * 8, "completion_ids": [[10**6]] * 8, "logprobs": None},
+            "row 0 has the token id 1000000",
+        ),
+        (
+            {"prompt_ids": [[1]] * 7 + [[-1]], "completion_ids": [[1]] * 8, "logprobs": None},
+            "row 7 has the token id -1",
+        ),
     ],
 )
 def test_a_rollout_func_that_returns_something_else(answer, message, tmp_path):

@@ -156,13 +156,21 @@ def _message(message: Any, name: str) -> Message:
 
 
 def _checked_calls(calls: Any, name: str) -> list[Any]:
-    """Refuses tool calls that a template would write as the characters of a text."""
+    """Refuses tool calls that a template would write as the characters of a text, or without what they call."""
     wrong = calls if not isinstance(calls, list) else next((e for e in calls if not isinstance(e, Mapping)), None)
     if wrong is not None:
         raise ValueError(
             f"{name} is or holds {describe(wrong)}; it must be a list of calls, each an object with a 'function' that "
             "has a 'name' and 'arguments'. Calls that are stored as JSON text are to be parsed first."
         )
+    for number, call in enumerate(calls):
+        called = call.get("function") or call
+        function = called.get("name") if isinstance(called, Mapping) else None
+        if not isinstance(function, str) or not function.strip():
+            raise ValueError(
+                f"{name}[{number}] says no function: its 'name' is {describe(function)}, and must be the name of one. "
+                "Name it, or remove the call."
+            )
     return calls
 
 

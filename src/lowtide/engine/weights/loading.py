@@ -128,6 +128,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
         made = AutoTokenizer.from_pretrained(name, **how)
         if _is_made_up(made, name):
             raise ValueError("there is no vocabulary")
+        if getattr(made, "is_fast", False):
+            made.backend_tokenizer.encode("a")  # a vocabulary without what stands for unknown words fails
         return made
     except MemoryError:
         raise
@@ -182,21 +184,60 @@ def adapt(
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
     _warn_of_unmatched(peft_config, base)
+    _warn_of_values(peft_config, base)
     with options_named(peft_config, base):
         return get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
 
 
 def _warn_of_unmatched(peft_config: Any, model: nn.Module) -> None:
-    """Names the modules to adapt that are not there, which PEFT passes over where others are."""
-    targets = getattr(peft_config, "target_modules", None)
-    names = [] if targets is None or isinstance(targets, str) else targets
-    modules = [f".{name}" for name, _ in model.named_modules()]
-    missing = sorted(str(each) for each in names if not any(name.endswith(f".{each}") for name in modules))
-    if missing and len(missing) < len(names):
-        logger.warning(
-            f"target_modules names {', '.join(map(repr, missing))}, and {type(model).__name__} has no such module: no "
-            "adapter is made for it"
-        )
+    """Names the modules and parameters to adapt that are not there, which PEFT passes over where others are."""
+    there = {
+        "target_modules": ("module", [f".{name}" for name, _ in model.named_modules()]),
+        "target_parameters": ("parameter", [f".{name}" for name, _ in model.named_parameters()]),
+    }
+    given = {option: getattr(peft_config, option, None) for option in there}
+    asked = [
+        (option, each) for option, names in given.items() if not isinstance(names, str) for each in sorted(names or ())
+    ]
+    missing = [(option, each) for option, each in asked if not any(n.endswith(f".{each}") for n in there[option][1])]
+    if len(missing) == len(asked) and not isinstance(given["target_modules"], str):
+        return  # PEFT refuses to adapt nothing
+    for option, (what, _) in there.items():
+        if names := [repr(each) for kind, each in missing if kind == option]:
+            logger.warning(
+                f"{option} names {', '.join(names)}, and {type(model).__name__} has no such {what}: no adapter is made "
+                "for it"
+            )
+
+
+def _warn_of_values(peft_config: Any, model: PreTrainedModel) -> None:
+    """Says what is unwise in the values of a configuration, which PEFT takes without a word."""
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    chosen = getattr(peft_config, "layers_to_transform", None)
+    beyond = [] if layers is None or not isinstance(chosen, list) else [n for n in chosen if not 0 <= n < layers]
+    start = getattr(peft_config, "init_lora_weights", None)
+    dropout = getattr(peft_config, "lora_dropout", None)
+    found = {
+        f"layers_to_transform names {', '.join(map(str, beyond))}, and {type(model).__name__} has {layers} layers, "
+        "from 0 on: no adapter is made for it": beyond,
+        "lora_dropout=1 leaves adapters nothing of their input, so that none learns: set it below 1": dropout == 1,
+        "num_virtual_tokens=0 puts nothing before a row, so that nothing is learned: set it above 0": (
+            getattr(peft_config, "num_virtual_tokens", None) == 0
+        ),
+        "init_lora_weights='eva' needs the activations of some rows, which are not computed here: the adapters start "
+        "as those of init_lora_weights=True. For EVA's start, in Python: pass a model from peft.get_peft_model on "
+        "which peft.initialize_lora_eva_weights was called": start == "eva",
+        "init_lora_weights='lora_ga' needs the gradients of some rows, which are not computed here: the adapters start "
+        "as those of init_lora_weights=True. For LoRA-GA's start, in Python: call PEFT's preprocess_loraga on the "
+        "model first": start == "lora_ga" and not any(hasattr(each, "_peft_loraga_grad") for each in model.modules()),
+        "an AdaLoraConfig trains at its first ranks (init_r) to the end, since ranks are not moved between layers here "
+        "(update_and_allocate): take a LoraConfig of that rank": (
+            getattr(peft_config, "peft_type", None) == "ADALORA"
+        ),
+    }
+    for text, is_so in found.items():
+        if is_so:
+            logger.warning(text)
 
 
 ASKED_BY_PEFT = {"classifier", "score"}
@@ -290,8 +331,10 @@ def _check_expressions(config: Any) -> None:
 def _check_tokens(config: Any) -> None:
     """Refuses tokens that are listed twice, each time with a row of their own, of which only one would be read."""
     for option in ("trainable_token_indices", "token_indices"):
-        given = getattr(config, option, None) or ()
-        for listed in given.values() if isinstance(given, Mapping) else [given]:
+        given = getattr(config, option, None)
+        for listed in given.values() if isinstance(given, Mapping) else () if given is None else [given]:
+            if not listed:
+                raise ValueError(f"{option} lists no token: name some, or leave it out")
             twice = sorted({token for token in listed if listed.count(token) > 1})
             if twice:
                 raise ValueError(f"{option} lists {', '.join(map(str, twice))} more than once: list each token once")

@@ -40,6 +40,12 @@ class GroupRewards:
     """How much likelier each completion is to the policy that wrote it than to the reference, in nats."""
 
 
+def reported_of(reported: int | None, own: slice) -> int:
+    """How many of some completions among those of all ranks metrics are of (see `Rewarded.reported`)."""
+    last = own.stop if reported is None else min(reported, own.stop)
+    return max(last - own.start, 0)
+
+
 @dataclass(frozen=True)
 class Rewarded:
     """A rollout of this rank with the rewards of all ranks."""
@@ -63,8 +69,7 @@ class Rewarded:
     @property
     def own_reported(self) -> int:
         """Completions of this rank that metrics are of."""
-        own = len(self.rollout)
-        return own if self.reported is None else min(max(self.reported - self.own.start, 0), own)
+        return reported_of(self.reported, self.own)
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of all ranks, one after the other, on the CPU; all ranks have as many."""

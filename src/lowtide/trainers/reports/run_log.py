@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from lowtide.step.metrics import Totals
 from lowtide.step.phases import HighWater
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -20,7 +23,7 @@ class RunLog:
         self.trainer = trainer
         self.mark = HighWater(trainer.args.device)
         self._memory = MemoryLog(self.mark)
-        self._tokens_seen = 0.0
+        self._tokens_seen, self._has_logged = 0.0, False
         trainer.phases.listeners.append(self.mark)
 
     def completed(self, logs: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +33,19 @@ class RunLog:
         if "loss" in logs:
             logs.update(self._unlogged())
             logs.update(self._memory.metrics(self._prediction))
+            self._warn_of_no_gradient(logs.get("grad_norm"))
         return logs
+
+    def _warn_of_no_gradient(self, norm: float | None) -> None:
+        """Says at the first log that the gradient is 0, as of dead layers or inputs that reach no weight. Where a
+        policy writes, rewards that are all equal have none, which its metrics say."""
+        trainer, first, self._has_logged = self.trainer, not self._has_logged, True
+        writes = getattr(trainer, "rewards", None) is not None
+        if first and norm == 0 and not writes and trainer.args.process_index == 0:
+            logger.warning(
+                f"the gradient of step {trainer.state.global_step} is exactly 0, so that it moves no weight: look at "
+                "the weights that were loaded, the labels, and the options of the loss and the adapters"
+            )
 
     @property
     def tokens(self) -> float:

@@ -7,7 +7,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, LoraGAConfig, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,6 +17,7 @@ from lowtide.compat.peft import (
     adapters_are_new,
     adapters_switched_off,
     caches_kept,
+    gradients_are_noted,
     parameters_of_adapters,
     same_weights_trained,
     train_beside_adapters,
@@ -134,3 +136,15 @@ def test_a_module_is_trained_and_saved_beside_adapters_that_are_there():
     assert trained
     assert all("modules_to_save" in name for name in trained)
     assert torch.equal(model.base_model.model.lm_head.modules_to_save["default"].weight, before)
+
+
+def test_gradients_that_were_noted_for_lora_ga_are_seen():
+    """PEFT leaves them at the layers, under a name of its own."""
+    layer = torch.nn.Linear(3, 2)
+    model, config = (
+        torch.nn.Sequential(layer),
+        LoraConfig(target_modules=["0"], init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig()),
+    )
+    assert not gradients_are_noted(model)
+    preprocess_loraga(model, config, lambda: model(torch.ones(1, 3)).sum().backward())
+    assert gradients_are_noted(model)

@@ -31,6 +31,11 @@ def own_targets(config: Any, model_type: str) -> Any:
     return () if named or not known else known.get(model_type)
 
 
+def gradients_are_noted(model: nn.Module) -> bool:
+    """Whether PEFT's `preprocess_loraga` was called on a model, which leaves gradients at its layers for LoRA-GA."""
+    return any(hasattr(module, "_peft_loraga_grad") for module in model.modules())
+
+
 def trained_tokens(module: Any) -> Any:
     """PEFT's layer that trains the rows of some tokens of a module (`trainable_token_indices`); None where it has none.
 

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lowtide.compat.peft import own_targets
+from lowtide.compat.peft import gradients_are_noted, own_targets
 from lowtide.compat.transformers import has_loaded_adapters
 from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
@@ -229,11 +229,9 @@ def _warn_of_values(peft_config: Any, model: PreTrainedModel) -> None:
         "which peft.initialize_lora_eva_weights was called": start == "eva",
         "init_lora_weights='lora_ga' needs the gradients of some rows, which are not computed here: the adapters start "
         "as those of init_lora_weights=True. For LoRA-GA's start, in Python: call PEFT's preprocess_loraga on the "
-        "model first": start == "lora_ga" and not any(hasattr(each, "_peft_loraga_grad") for each in model.modules()),
+        "model first": start == "lora_ga" and not gradients_are_noted(model),
         "an AdaLoraConfig trains at its first ranks (init_r) to the end, since ranks are not moved between layers here "
-        "(update_and_allocate): take a LoraConfig of that rank": (
-            getattr(peft_config, "peft_type", None) == "ADALORA"
-        ),
+        "(update_and_allocate): take a LoraConfig of that rank": (getattr(peft_config, "peft_type", None) == "ADALORA"),
     }
     for text, is_so in found.items():
         if is_so:

@@ -84,7 +84,9 @@ def test_a_config_for_fsdp_shards_on_processors_too(tmp_path):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"num_processes": "two"}, "num_processes is 'two'; it must be a whole number from 1 on"),
+        ({"num_processes": "two"}, "num_processes is 'two'; it must be a whole number from 1 to"),
+        ({"num_processes": "1000000"}, "num_processes is '1000000'; it must be a whole number from 1 to"),
+        ({"num_processes": "9" * 5000}, "num_processes is '99999999"),
         ({"num_processes": "0"}, "num_processes is '0'"),
         ({"accelerate_config": "absent.yaml"}, "there is no file 'absent.yaml'. `accelerate config` writes one"),
         ({"accelerate_config": "zero3"}, "'zero3', which is no file: .* --deepspeed FILE"),

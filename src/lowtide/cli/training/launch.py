@@ -36,6 +36,8 @@ PLAIN = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "
 FSDP = ("fsdp1", "fsdp2")
 ZERO = ("zero1", "zero2", "zero3")
 """TRL's names of config files."""
+FEW = 64
+"""Processes that may start on a machine with fewer cores."""
 CHOSEN = "LOWTIDE_ACCELERATE_CONFIG"
 """The variable by which the processes know which config started them."""
 
@@ -94,8 +96,11 @@ def launch_command(words: Sequence[str], wanted: Mapping[str, Any]) -> list[str]
     if config:
         os.environ[CHOSEN] = str(file)
     count = wanted.get("num_processes", config.get("num_processes"))
-    if count is not None and (not str(count).isdecimal() or int(count) < 1):
-        raise UsageError(f"num_processes is {count!r}; it must be a whole number from 1 on")
+    on_one_machine = file is None or file in FSDP
+    most = max(FEW, os.cpu_count() or 1) if on_one_machine else 10**6
+    digits = str(count).isdecimal() and len(str(count)) < 10
+    if count is not None and not (digits and 1 <= int(count) <= most):
+        raise UsageError(f"num_processes is {str(count)!r:.30}; it must be a whole number from 1 to {most}")
     start = [sys.executable, "-m", "lowtide.compat.launching"]
     number = [] if count is None else ["--num_processes", str(count)]
     if file in FSDP and count is None:

@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -53,7 +53,7 @@ class Run:
     method: str
     shape: str
     options: argparse.Namespace
-    before: dict[str, str]
+    before: dict[str, str] = field(default_factory=dict)
     """The variables under which a child imports the library of `--against`."""
 
     @property

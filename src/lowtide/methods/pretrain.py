@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from transformers.trainer_utils import SchedulerType
+
 from lowtide.data.documents import documents_of
 from lowtide.methods.method import Method
 from lowtide.methods.shared.beginning import BeginningOptions
@@ -27,7 +29,9 @@ class PretrainOptions(BeginningOptions):
     weight_decay: float = option(0.1, "Of AdamW.", NOT_NEGATIVE)
     adam_beta2: float = option(0.95, "Of AdamW.", Range(least=0, below=1))
     lr_scheduler_type: str = option(
-        "warmup_stable_decay", "The schedule of the learning rate: by default it rises, stays, and falls at the end."
+        "warmup_stable_decay",
+        "The schedule of the learning rate: by default it rises, stays, and falls at the end.",
+        choices=[each.value for each in SchedulerType],
     )
     warmup_steps: float = option(0.01, "Steps in which it rises; below 1 a share of all.", NOT_NEGATIVE)
     decay_steps: float = option(

@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 
 from lowtide.compat.torch import compile_modes
-from lowtide.run.options.schedule import schedule_arguments, schedule_of
+from lowtide.run.options.schedule import schedule_arguments
 from lowtide.spelling import nearest
 
 PACKAGES = {"azure_ml": "azureml-mlflow", "comet_ml": "comet-ml", "flyte": "flytekit", "kubeflow": "kubeflow-trainer"}
@@ -46,7 +46,7 @@ def check_inherited(args: Any) -> None:
         ValueError: naming the option, the value and what to do.
     """
     check_trackers(args.report_to)
-    check_schedule(schedule_of(args), schedule_arguments(args, TRIED_RUN), args.learning_rate)
+    check_schedule(args.lr_scheduler_type, schedule_arguments(args, TRIED_RUN), args.learning_rate)
     given = args.accelerator_config
     if isinstance(given, Mapping):
         _refuse_unknown("accelerator_config", given, [each.name for each in dataclasses.fields(AcceleratorConfig)])
@@ -160,13 +160,13 @@ def check_early_stopping(callbacks: Iterable[Any] | None, args: Any) -> None:
             raise ValueError(f"EarlyStoppingCallback compares evaluations by a metric: set {lacking}, or leave it out")
 
 
-def check_schedule(schedule: SchedulerType, given: Mapping[str, Any], learning_rate: float) -> None:
+def check_schedule(kind: str, given: Mapping[str, Any], learning_rate: float) -> None:
     """Tries a schedule of the learning rate on an optimizer of one number.
 
     Raises:
         ValueError: its arguments are unknown, missing or of a wrong type.
     """
-    kind = schedule.value
+    schedule = SchedulerType(kind)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=learning_rate)
     if given:
         _refuse_unknown(f"lr_scheduler_kwargs (lr_scheduler_type={kind!r})", given, _arguments(schedule, optimizer))

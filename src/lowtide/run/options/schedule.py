@@ -7,24 +7,9 @@ from typing import Any
 
 from transformers.trainer_utils import SchedulerType
 
-from lowtide.spelling import nearest
-
 WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU)
 """Schedules that begin with the whole learning rate."""
 STABLE_THEN_DECAY, FALLING = SchedulerType.WARMUP_STABLE_DECAY, "num_decay_steps"
-
-
-def schedule_of(args: Any) -> SchedulerType:
-    """The schedule that a config names.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    given = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
-    known = [each.value for each in SchedulerType]
-    if given not in known:
-        raise ValueError(f"lr_scheduler_type={given!r} is not one of {', '.join(known)}{nearest(str(given), known)}")
-    return SchedulerType(given)
 
 
 def schedule_arguments(args: Any, steps: int) -> dict[str, Any]:
@@ -36,7 +21,7 @@ def schedule_arguments(args: Any, steps: int) -> dict[str, Any]:
     """
     given = dict(args.lr_scheduler_kwargs or {})
     wanted = getattr(args, "decay_steps", None)
-    if wanted is None or schedule_of(args) != STABLE_THEN_DECAY or FALLING in given:
+    if wanted is None or SchedulerType(args.lr_scheduler_type) != STABLE_THEN_DECAY or FALLING in given:
         return given
     falling = int(wanted) if wanted >= 1 else math.ceil(steps * wanted)
     rising = args.get_warmup_steps(steps)
@@ -51,7 +36,7 @@ def schedule_arguments(args: Any, steps: int) -> dict[str, Any]:
 def unreached(args: Any, steps: int) -> str:
     """Says that the warmup of a run of so many steps lasts to its end; empty where it ends before."""
     rising = args.get_warmup_steps(steps)
-    if rising < max(steps, 1) or schedule_of(args) in WITHOUT_WARMUP:
+    if rising < max(steps, 1) or SchedulerType(args.lr_scheduler_type) in WITHOUT_WARMUP:
         return ""
     return (
         f"warmup_steps={args.warmup_steps:g} raises the learning rate over {rising} steps, and the run has {steps}: "

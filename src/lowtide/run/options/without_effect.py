@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from lowtide.run.options.schedule import WITHOUT_WARMUP, schedule_of
+from transformers.trainer_utils import SchedulerType
+
+from lowtide.run.options.schedule import WITHOUT_WARMUP
 
 DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
@@ -37,7 +39,7 @@ def without_effect(args: Any) -> list[tuple[str, str]]:
     packs = getattr(args, "packing", False) or getattr(args, "eval_packing", False)
     if strategy != defaults.get("packing_strategy") and not packs:
         found.append(("packing_strategy", f"{strategy!r} has no effect: it requires packing=True"))
-    kind = schedule_of(args)
+    kind = SchedulerType(args.lr_scheduler_type)
     if kind in WITHOUT_WARMUP and args.warmup_steps not in (0, defaults.get("warmup_steps")):
         why = f"lr_scheduler_type={kind.value!r} has no warmup; 'constant_with_warmup' has one"
         found.append(("warmup_steps", f"{args.warmup_steps:g} has no effect: {why}"))

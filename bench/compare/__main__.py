@@ -36,11 +36,11 @@ def main(argv: list[str] | None = None) -> int:
     if load > BUSY:
         console.print(f"[yellow]other programs are running (load {load:.1f}): times will be rough[/]")
     succeeded = []
-    for shape in options.shapes:
-        with console.status(f"{shape}: the machine's matmul rate"):
-            spec = {"shape": shape, "contestant": None}
-            machine = run_child(spec, lambda step: None, options.timeout) | {"load_before": load}
-        with source_of(options.against) as before:
+    with source_of(options.against) as before:
+        for shape in options.shapes:
+            with console.status(f"{shape}: the machine's matmul rate"):
+                spec = {"shape": shape, "contestant": None}
+                machine = run_child(spec, lambda step: None, options.timeout) | {"load_before": load}
             runs = [Run(method, shape, options, before) for method in options.method]
             succeeded += [compare(run, machine, console) for run in runs]
     return 0 if all(succeeded) else 1

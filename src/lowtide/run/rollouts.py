@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
 from lowtide.data.prompts import PROMPT, PROMPT_IDS
-from lowtide.engine.forward import causal_model, same_rows_of, sequence_of, vocabulary
+from lowtide.engine.forward import same_rows_of, sequence_of, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
@@ -298,7 +298,7 @@ class RolloutMaker:
         """What a user's `rollout_func` wrote, and what else it returned.
 
         Raises:
-            ValueError: it returned something else than as many completions.
+            ValueError: it returned something else than as many completions, of tokens that the model knows.
         """
         assert self.rollout_func is not None
         with called_for_user("rollout_func", self.rollout_func):
@@ -315,7 +315,7 @@ class RolloutMaker:
         for name, values in lists.items():
             if len(values) != len(rows):
                 raise ValueError(f"rollout_func returned {len(values)} {name} for {len(rows)} prompts: one for each")
-        completions = []
+        completions, known = [], vocabulary(self.runner.model)
         for number, (ids, mask, probs) in enumerate(zip(given["completion_ids"], masks, numbers, strict=True)):
             if not len(ids) or not len(given["prompt_ids"][number]):
                 raise ValueError(f"rollout_func: the prompt or the completion of row {number} has no tokens")
@@ -324,22 +324,18 @@ class RolloutMaker:
                     f"rollout_func: row {number} has {len(ids)} completion_ids, {len(probs)} logprobs and {len(mask)} "
                     "env_mask: as many of each"
                 )
-            self._check_known(number, [*given["prompt_ids"][number], *ids])
+            for token in map(int, (*given["prompt_ids"][number], *ids)):
+                if not 0 <= token < known:
+                    raise ValueError(
+                        f"rollout_func: row {number} has the token id {token}, and the model has ids from 0 to "
+                        f"{known - 1}: return ids of its own tokenizer"
+                    )
             ids, plain = [int(token) for token in ids], [float("nan")] * len(ids)
             ends = ids[-1] in [*self.writer.stop_ids, self.tokenizer.pad_token_id]
             probs = [float("nan") if each is None else float(each) for each in probs]
             completions.append(Completion(ids, probs, plain, [bool(m) for m in mask], "stop" if ends else "length"))
         rollout = Rollout([[int(t) for t in prompt] for prompt in given["prompt_ids"]], completions, version)
         return rollout, {name: values for name, values in given.items() if name not in (*REQUIRED, "env_mask")}
-
-    def _check_known(self, number: int, ids: Sequence[int]) -> None:
-        """Refuses tokens of a row of `rollout_func` that the policy has no embedding for."""
-        known = vocabulary(causal_model(self.runner.model))
-        if (unknown := next((token for token in ids if not 0 <= int(token) < known), None)) is not None:
-            raise ValueError(
-                f"rollout_func: row {number} has the token id {int(unknown)}, and the model has ids from 0 to "
-                f"{known - 1}: return ids of its own tokenizer"
-            )
 
     def _completed(
         self,

@@ -36,7 +36,7 @@ from lowtide.run.unwise import unwise
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.trainers.attributes import set_options
 from lowtide.trainers.budget import Fitted, fit_budget
-from lowtide.trainers.checkpoints.output_folder import check_folder, check_output
+from lowtide.trainers.checkpoints.output_folder import check_output
 from lowtide.trainers.hooks import LowtideTrainer, public_call
 from lowtide.trainers.losses.own_loss import OF_TRAINING
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
@@ -104,9 +104,8 @@ class MethodTrainer(LowtideTrainer):
         self.args = args = with_older(args, older, type(self).__name__)
         check_early_stopping(given["callbacks"], args)
         check_starts(args, given["eval_dataset"])
-        check_folder(Path(str(args.output_dir)))
-        if args.save_strategy != "no":
-            check_output(Path(str(args.output_dir)), {name: given.get(name) for name in MODELS})
+        models = {name: given.get(name) for name in MODELS}
+        check_output(Path(str(args.output_dir)), models, saves=args.save_strategy != "no")
         check_same_run({each.name: getattr(args, each.name) for each in fields(args) if each.init})
         if maker is not None:
             given["model"] = _made_by(maker, given["model"], args)

@@ -16,28 +16,22 @@ OF_FOLDERS = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+|{re.escape(STAGING)}")
 """Names that a run gives to folders in its output folder."""
 
 
-def check_folder(folder: Path) -> None:
-    """Refuses what no folder can be.
+def check_output(folder: Path, read: Mapping[str, Any], *, saves: bool = True) -> None:
+    """Refuses an output folder that cannot be one, or that the run reads from.
+
+    Args:
+        read: by option or argument, what the run reads: those that are paths are looked at.
+        saves: whether the run writes checkpoints; without them it only needs a name that a folder can have.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the file, or the option that names the same folder.
     """
     if "\0" in str(folder):
         raise ValueError(f"output_dir={str(folder)!r} has a zero byte, which no name of a folder has")
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir={str(folder)!r} is a file: name a folder, or one that is not there yet")
-
-
-def check_output(folder: Path, read: Mapping[str, Any]) -> None:
-    """Refuses an output folder that cannot be one, or that the run reads from.
-
-    Args:
-        read: by option or argument, what the run reads: those that are paths are looked at.
-
-    Raises:
-        ValueError: names the file, or the option that names the same folder.
-    """
-    check_folder(folder)
+    if not saves:
+        return
     for name, value in read.items():
         path = Path(value) if isinstance(value, str | os.PathLike) and os.fspath(value) else None
         if path is not None and path.is_dir() and path.expanduser().resolve() == folder.resolve():

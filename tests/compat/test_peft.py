@@ -140,11 +140,8 @@ def test_a_module_is_trained_and_saved_beside_adapters_that_are_there():
 
 def test_gradients_that_were_noted_for_lora_ga_are_seen():
     """PEFT leaves them at the layers, under a name of its own."""
-    layer = torch.nn.Linear(3, 2)
-    model, config = (
-        torch.nn.Sequential(layer),
-        LoraConfig(target_modules=["0"], init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig()),
-    )
+    model = nn.Sequential(nn.Linear(3, 2))
+    config = LoraConfig(target_modules=["0"], init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
     assert not gradients_are_noted(model)
     preprocess_loraga(model, config, lambda: model(torch.ones(1, 3)).sum().backward())
     assert gradients_are_noted(model)

@@ -1,0 +1,129 @@
+"""`python -m bench.layer_cost CASE`: what a decoder layer costs on a GPU, without one.
+
+A step of 16 rows of 1,024 tokens (4 of QLoRA), checkpointed, in bfloat16, as the planner traces it: the operations that
+the device would be asked for, the bytes that they move, and their floating-point operations. Counted of a layer is what
+one in the middle takes in forward, recomputation and backward; views and memory that is only taken are free. The
+seconds are the planner's roofline (`lowtide.planner.speed`), nothing is measured.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+SUMMARY = "Count what a decoder layer costs on a GPU: operations, bytes, products, from the planner's trace."
+TOKENS = 1024
+RANK = 16
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Case(NamedTuple):
+    """A model, and how it is trained."""
+
+    model: str
+    """A name that lowtide has the shape of."""
+    adapters: bool = True
+    four_bits: bool = False
+    rows: int = 16
+
+
+CASES = {
+    "llama-8b-lora": Case("meta-llama/Llama-3.1-8B"),
+    "llama-8b-qlora": Case("meta-llama/Llama-3.1-8B", four_bits=True, rows=4),
+    "qwen-0.5b-lora": Case("Qwen/Qwen2.5-0.5B"),
+    "qwen-0.5b-full": Case("Qwen/Qwen2.5-0.5B", adapters=False),
+}
+
+
+def layer_cost(name: str, device_name: str = "h200", **options: Any) -> dict[str, float]:
+    """Traces a case.
+
+    Args:
+        name: of `CASES`.
+        device_name: as `lowtide plan --device` takes it; a CUDA device.
+        options: further ones of the run.
+
+    Returns:
+        `operations_per_layer`, `gigabytes_per_layer` (10^9 bytes, read and written), `layers_teraflops` (all layers of
+        a step), `teraflops` (the whole step), `predicted_seconds` (of a step).
+
+    Raises:
+        ValueError: the device is unknown, or an option is.
+    """
+    from lowtide.planner.devices import device_named
+    from lowtide.planner.tracing.unroll import MIDDLE, TRACED_LAYERS
+
+    device = device_named(device_name)
+    if device.kind != "cuda":
+        raise ValueError(f"--device {device_name}: layers are counted as on CUDA; name a GPU, such as h200")
+    run = _run(CASES[name], device, options)
+    few = run.traced_layers(TRACED_LAYERS, device)
+    layers = run.model.layers
+    one = few.costs["layers"].by_layer[MIDDLE]
+    whole = replace(few, costs={part: each.unrolled(layers) for part, each in few.costs.items()})
+    step = sum(whole.costs[part].flops for part in ("layers", "optimizer"))
+    return {
+        "operations_per_layer": sum(one.values()),
+        "gigabytes_per_layer": sum(each.bytes * count for each, count in one.items()) / 1e9,
+        "layers_teraflops": whole.costs["layers"].flops / 1e12,
+        "teraflops": (step + whole.head_share * whole.costs["head"].flops) / 1e12,
+        "predicted_seconds": whole.tokens / whole.tokens_per_second(device),
+    }
+
+
+def _run(case: Case, device: Any, options: dict[str, Any]) -> Any:
+    """The run of a case, for a trace."""
+    from peft import LoraConfig
+
+    from lowtide.planner.answers.known_models import known_config
+    from lowtide.planner.answers.row_lengths import row_lengths
+    from lowtide.planner.answers.ways import FourBits
+    from lowtide.planner.candidate import PlannedRun
+    from lowtide.run.options.configs import method_named
+
+    described, method = known_config(case.model), method_named("sft")
+    assert described is not None
+    requested = {
+        "rehearsal": False,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "model_init_kwargs": {"dtype": "bfloat16"},
+        "per_device_train_batch_size": case.rows,
+    }
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+    run = PlannedRun(
+        method,
+        described,
+        requested,
+        device,
+        peft_config=adapters if case.adapters else None,
+        quantization_config=FourBits() if case.four_bits else None,
+        prepared=True,
+    )
+    return run.faked(row_lengths(f"{TOKENS}x{case.rows}", method).rows(), options)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Traces and prints."""
+    parser = argparse.ArgumentParser(prog="python -m bench.layer_cost", description=SUMMARY)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("--device", default="h200", help="whose rates the seconds are of (default: h200)")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    options = parser.parse_args(argv)
+    try:
+        found = layer_cost(options.case, options.device)
+    except ValueError as reason:
+        parser.error(str(reason))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        for figure, value in found.items():
+            print(f"{figure} {value:.4g}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

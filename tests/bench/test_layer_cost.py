@@ -1,0 +1,31 @@
+"""What a decoder layer costs on a GPU, as the planner traces it: the figures are kept here."""
+
+import pytest
+
+from bench.layer_cost.__main__ import CASES, layer_cost
+
+STOCK = {
+    "llama-8b-lora": (274, 80.6, 711.3, 745.7, 1.66),
+    "llama-8b-qlora": (288, 22.6, 177.8, 186.4, 0.44),
+    "qwen-0.5b-lora": (274, 21.0, 39.6, 48.5, 0.20),
+    "qwen-0.5b-full": (150, 13.0, 46.7, 60.1, 0.17),
+}
+"""Operations and gigabytes of a layer, TFLOP of all layers and of the step, seconds on an H200."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_figures_of_layers_as_transformers_and_peft_have_them(case):
+    operations, gigabytes, of_layers, whole, seconds = STOCK[case]
+    assert layer_cost(case) == {
+        "operations_per_layer": operations,
+        "gigabytes_per_layer": pytest.approx(gigabytes, abs=0.05),
+        "layers_teraflops": pytest.approx(of_layers, abs=0.05),
+        "teraflops": pytest.approx(whole, abs=0.05),
+        "predicted_seconds": pytest.approx(seconds, abs=0.005),
+    }
+
+
+def test_a_device_that_is_no_gpu_is_refused():
+    with pytest.raises(ValueError, match="name a GPU, such as h200"):
+        layer_cost("llama-8b-lora", "cpu")

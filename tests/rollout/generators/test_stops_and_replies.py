@@ -115,6 +115,28 @@ def test_replies_are_appended_and_the_policy_goes_on(generator: type):
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
+def test_each_token_is_heard_as_it_is_written_and_a_turn_can_be_ended_with_it(generator: type):
+    model, heard = writer(), {}
+    free = generator().generate(model, some_requests(), Sampling(12, temperature=0))
+
+    def hears(request: int, number: int, token: int) -> bool:
+        heard.setdefault((request, number), []).append(token)
+        return len(heard[request, number]) % 5 == 0
+
+    got = generator().generate(model, some_requests(), Sampling(12, temperature=0), answering, hears)
+
+    for request, group in enumerate(got):
+        for number, row in enumerate(group):
+            written = [token for token, own in zip(row.token_ids, row.written, strict=True) if own]
+            assert heard[request, number] == written
+            assert row.written == [True] * 5 + [False] * 3 + [True] * 4
+            assert row.token_ids[:5] == free[request][number].token_ids[:5]
+            assert row.finish == "length"
+    ended = generator().generate(model, some_requests(), Sampling(12, temperature=0), None, lambda *_: True)
+    assert {(len(row.token_ids), row.finish) for group in ended for row in group} == {(1, "stop")}
+
+
+@pytest.mark.parametrize("generator", GENERATORS)
 def test_a_reply_is_cut_where_the_completion_is_full(generator: type):
     model, everything = writer(), tuple(range(101))
 

@@ -102,6 +102,10 @@ Reply = Callable[[int, int, Completion], Sequence[int] | None]
 """Called with (request, number of the completion, the completion so far) when one ends at a stop: the tokens that a
 tool or an environment returns, after which the policy goes on writing; None where it is over."""
 
+Heard = Callable[[int, int, int], bool | None]
+"""Called with (request, number of the completion, token) for each token as the policy writes it, in its order. Where it
+returns True, the policy's turn ends with that token as at a stop: `reply` is asked next."""
+
 Lengths = Callable[[int, int], int]
 """(request, number of the completion) to the most tokens of it."""
 

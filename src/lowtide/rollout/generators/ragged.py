@@ -23,7 +23,7 @@ from lowtide.engine.vision import position_rule
 from lowtide.ops.counter_random import stream_key
 from lowtide.ragged import SegmentImage
 from lowtide.rollout.generators.cache import Group, KeyStore, Line, padded_tokens
-from lowtide.rollout.generators.generator import Completion, Finish, Lengths, Reply, Request, Sampling
+from lowtide.rollout.generators.generator import Completion, Finish, Heard, Lengths, Reply, Request, Sampling
 from lowtide.rollout.generators.plans import NextPlan, PromptPlan, RepliesPlan
 from lowtide.rollout.generators.policy import check_requests, not_finite
 from lowtide.rollout.generators.sampling import Streams, draw_tokens
@@ -52,9 +52,18 @@ class RaggedGenerator:
         self._served: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def generate(
-        self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, reply: Reply | None = None
+        self,
+        model: nn.Module,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        reply: Reply | None = None,
+        heard: Heard | None = None,
     ) -> list[list[Completion]]:
         """The completions of each request, in their order.
+
+        Args:
+            reply: what is returned to a completion that has come to a stop; its keys stay held meanwhile.
+            heard: is told each token as it is written, and may end a turn.
 
         Raises:
             ValueError: the model cannot be served, or a request cannot be written; says which and why.
@@ -71,7 +80,7 @@ class RaggedGenerator:
         check_requests(model, requests, sampling)
         self._check_budget(requests, sampling)
         run = _Run(model, requests, sampling, Stops(sampling, self.tokenizer))
-        run.budget, run.reply, run.lengths = self.budget, reply, self.lengths
+        run.budget, run.reply, run.heard, run.lengths = self.budget, reply, heard, self.lengths
         with inference(model):
             run.finish()
         return run.completions
@@ -114,6 +123,7 @@ class _Run:
 
     budget: int | None = None
     reply: Reply | None = None
+    heard: Heard | None = None
     lengths: Lengths | None = None
 
     def __init__(self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, stops: Stops):
@@ -270,7 +280,8 @@ class _Run:
                 raise not_finite(row.request, row.number, len(row.completion.token_ids))
             self._append(row, [int(token)], logprob, plain, written=True)
             row.pending = [int(token)]
-            finish = self._finish(row)
+            told = self.heard is not None and bool(self.heard(row.request, row.number, int(token)))
+            finish = self._finish(row, told)
             if finish is not None:
                 row.completion.finish = finish
                 ended.append(row)
@@ -282,11 +293,15 @@ class _Run:
         if self.sampling.repetition_penalty != 1:
             row.used.update(dict.fromkeys(tokens))
 
-    def _finish(self, row: _Row) -> Finish | None:
-        """Why a completion is over; None where it goes on, with what was returned to it if it has come to a stop."""
+    def _finish(self, row: _Row, told: bool) -> Finish | None:
+        """Why a completion is over; None where it goes on, with what was returned to it if it has come to a stop.
+
+        Args:
+            told: whether `heard` ends the turn here.
+        """
         completion = row.completion
         left = row.most - len(completion.token_ids)
-        if not self.stops.at_end(completion.token_ids, row.turn):
+        if not told and not self.stops.at_end(completion.token_ids, row.turn):
             return None if left > 0 else "length"
         if self.reply is None or left == 0:
             return "stop"

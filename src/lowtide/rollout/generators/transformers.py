@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from transformers import (
 from lowtide.engine.forward import causal_model, computing, embedding_weight, inference
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.ops.counter_random import stream_key
-from lowtide.rollout.generators.generator import Completion, Lengths, Reply, Request, Sampling
+from lowtide.rollout.generators.generator import Completion, Heard, Lengths, Reply, Request, Sampling
 from lowtide.rollout.generators.policy import check_requests, not_finite
 from lowtide.rollout.generators.rows import Row, write_turns
 from lowtide.rollout.generators.stops import Stops
@@ -52,9 +53,19 @@ class TransformersGenerator:
         self.tokenizer, self.rows, self.lengths = tokenizer, rows_per_generation_batch, lengths
 
     def generate(
-        self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, reply: Reply | None = None
+        self,
+        model: nn.Module,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        reply: Reply | None = None,
+        heard: Heard | None = None,
     ) -> list[list[Completion]]:
         """The completions of each request, in their order. A completion that is replied to is computed again.
+
+        Args:
+            reply: what is returned to a completion that has come to a stop.
+            heard: is told each token as it is written, and may end a turn. With further settings of `generate`, such as
+                beams, it is told of a turn when it is over.
 
         Raises:
             ValueError: a request cannot be written; says which and why.
@@ -63,7 +74,7 @@ class TransformersGenerator:
         check_requests(model, requests, sampling)
         if any(request.images for request in requests):
             raise ValueError("`TransformersGenerator` writes after text alone: images need `RaggedGenerator`")
-        stops = Stops(sampling, self.tokenizer)
+        ends = _TurnEnds(Stops(sampling, self.tokenizer), heard)
         seeds = [request.seed for request in requests]
 
         def turns(rows: list[Row], turn: int) -> None:
@@ -72,21 +83,34 @@ class TransformersGenerator:
             for start in range(0, len(rows), size):
                 part = rows[start : start + size]
                 if sampling.others:
-                    _write_otherwise(model, part, sampling, stops, self.tokenizer)
+                    _write_otherwise(model, part, sampling, ends, self.tokenizer)
                 else:
-                    _write(model, part, sampling, stops)
+                    _write(model, part, sampling, ends)
 
         device = embedding_weight(model).device
         with inference(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
             return write_turns(turns, requests, sampling, reply, self.lengths)
 
 
-def _write(model: nn.Module, rows: Sequence[Row], sampling: Sampling, stops: Stops) -> None:
+@dataclass(frozen=True)
+class _TurnEnds:
+    """Where turns end."""
+
+    stops: Stops
+    heard: Heard | None
+
+    def at_end(self, row: Row, token_ids: Sequence[int]) -> bool:
+        """Whether the last of the tokens of this turn ends it; `heard` is told of it."""
+        told = self.heard is not None and bool(self.heard(row.request, row.number, token_ids[-1]))
+        return told or self.stops.at_end(token_ids)
+
+
+def _write(model: nn.Module, rows: Sequence[Row], sampling: Sampling, turn_ends: _TurnEnds) -> None:
     """Writes one turn of some completions."""
     inner, writer = _writers(model)
     input_ids, mask = _left_padded(rows, embedding_weight(model).device)
     width = input_ids.shape[1]
-    record, ends = _Record(rows, sampling), _Ends(rows, width, stops)
+    record, ends = _Record(rows, sampling), _Ends(rows, width, turn_ends)
     config = GenerationConfig(
         max_new_tokens=max(row.left for row in rows),
         do_sample=sampling.temperature > 0,
@@ -113,7 +137,9 @@ def _write(model: nn.Module, rows: Sequence[Row], sampling: Sampling, stops: Sto
         row.completion.finish = finish
 
 
-def _write_otherwise(model: nn.Module, rows: Sequence[Row], sampling: Sampling, stops: Stops, tokenizer: Any) -> None:
+def _write_otherwise(
+    model: nn.Module, rows: Sequence[Row], sampling: Sampling, turn_ends: _TurnEnds, tokenizer: Any
+) -> None:
     """Writes one turn of some completions with settings whose distribution is transformers' own, such as beams'. The
     log-probabilities are not known afterwards (NaN)."""
     inner, writer = _writers(model)
@@ -141,7 +167,7 @@ def _write_otherwise(model: nn.Module, rows: Sequence[Row], sampling: Sampling, 
         found = writer.generate(input_ids=input_ids, attention_mask=mask, generation_config=config, **strings)
     for row, tokens in zip(rows, found[:, input_ids.shape[1] :].tolist(), strict=True):
         most = min(row.left, len(tokens))
-        ends = next((count for count in range(1, most + 1) if stops.at_end(tokens[:count])), None)
+        ends = next((count for count in range(1, most + 1) if turn_ends.at_end(row, tokens[:count])), None)
         count = most if ends is None else ends
         row.completion.append(tokens[:count], [math.nan] * count, [math.nan] * count, written=True)
         row.completion.finish = "length" if ends is None else "stop"
@@ -228,8 +254,8 @@ def _processors(sampling: Sampling) -> LogitsProcessorList:
 class _Ends(StoppingCriteria):
     """Says which rows are over, and remembers where and why they ended."""
 
-    def __init__(self, rows: Sequence[Row], width: int, stops: Stops):
-        self.rows, self.width, self.stops = rows, width, stops
+    def __init__(self, rows: Sequence[Row], width: int, turn_ends: _TurnEnds):
+        self.rows, self.width, self.turn_ends = rows, width, turn_ends
         self.ended: list[tuple[int, Any] | None] = [None] * len(rows)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
@@ -238,7 +264,7 @@ class _Ends(StoppingCriteria):
             if self.ended[place] is not None:
                 continue
             count = len(written[place])
-            if self.stops.at_end(written[place]):
+            if self.turn_ends.at_end(row, written[place]):
                 self.ended[place] = (count, "stop")
             elif count >= row.left:
                 self.ended[place] = (count, "length")

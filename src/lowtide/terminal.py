@@ -28,6 +28,12 @@ class Console(rich_console.Console):
             text = shown(segment.text).encode(self.encoding, "replace").decode(self.encoding)
             yield segment if segment.control else segment._replace(text=text)
 
+    def say(self, text: str, style: str | None = None) -> None:
+        """A part of a line, at once and without wrapping: what comes next goes on behind it."""
+        self.out(
+            shown(text).encode(self.encoding, "replace").decode(self.encoding), style=style, end="", highlight=False
+        )
+
 
 class _Record(logging.LogRecord):
     def getMessage(self) -> str:

@@ -1,0 +1,215 @@
+"""`lowtide chat RUN`: talk with a trained model, an adapter, or the last checkpoint of a run that goes on.
+
+A turn is shown as it is written. Keys and values of what was said stay held, so that a further turn reads the new
+message alone, unless the chat template writes earlier turns otherwise. On a terminal thoughts are dim, and Ctrl-C ends
+the model's turn. Without one, messages are lines of standard input, and answers alone go to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.cli.after_training.writing_options import (
+    WritingOptions,
+    add_writing_options,
+    read_writing_options,
+    told,
+)
+from lowtide.compat.argparse import Subparsers
+
+if TYPE_CHECKING:
+    from lowtide.cli.after_training.loaded_run import LoadedRun
+    from lowtide.rollout.generators.generator import Completion
+    from lowtide.rollout.spoken import Piece
+    from lowtide.terminal import Console
+
+MOST_HELD = 32_768
+"""Tokens of a conversation with a model that does not say how many it was made for."""
+NEW, EXIT = "/new", "/exit"
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the subcommand to `lowtide`'s parser."""
+    parser = subparsers.add_parser(
+        "chat",
+        help="talk with a trained model, an adapter or a checkpoint",
+        description="Talk with a trained model, an adapter, or the last checkpoint of a run that goes on. "
+        f"{NEW} begins anew, {EXIT} or Ctrl-D ends, and Ctrl-C ends the model's turn. Standard input that is no "
+        "terminal is read line by line.",
+        allow_abbrev=False,
+    )
+    add_writing_options(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system's message")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk; the exit status.
+
+    Raises:
+        ValueError: there is no such model, it writes no conversations, or an option can't be used.
+    """
+    options = read_writing_options(arguments)
+    from lowtide.cli.after_training.loaded_run import folder_of
+    from lowtide.rollout.talk import Talk
+    from lowtide.terminal import Console
+
+    folder = folder_of(arguments.model)
+    loaded = options.load(folder)
+    talk = Talk(
+        loaded.tokenizer,
+        system=arguments.system,
+        template_kwargs=options.chat_template_kwargs,
+        stop_ids=loaded.stop_ids,
+    )
+    notes = Console(stderr=True)
+    notes.print(
+        f"{folder}: {told(options.sampling(loaded))}, by {loaded.by}. {NEW} begins anew, {EXIT} ends.",
+        style="dim",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    Chat(loaded, talk, options, Console(), notes).run()
+    return 0
+
+
+class Chat:
+    """A conversation at a terminal.
+
+    Args:
+        console: where the model speaks.
+        notes: where everything else is said.
+    """
+
+    def __init__(self, loaded: LoadedRun, talk: Any, options: WritingOptions, console: Console, notes: Console) -> None:
+        self.loaded, self.talk, self.options = loaded, talk, options
+        self.console, self.notes = console, notes
+        self.most = loaded.context or MOST_HELD
+        self._interrupted = False
+        self._turn: list[int] = []
+        self._pending = False
+        """Whether a message was said that is not answered."""
+        self._over = False
+        """Whether the person has nothing more to say."""
+
+    def run(self) -> None:
+        """Until the person has nothing more to say."""
+        while self._pending or self._ask():
+            self._pending = False
+            self._write()
+
+    # -- the person ----------------------------------------------------------------------------------------------------
+
+    def _ask(self) -> bool:
+        """Reads a message into the conversation; False where there is none."""
+        while not self._over and (text := self._line()) not in (None, EXIT):
+            if text == NEW:
+                self.talk.begin()
+            elif text:
+                self.talk.say(text)
+                return True
+        self._over = True
+        return False
+
+    def _line(self) -> str | None:
+        try:
+            if sys.stdin.isatty():
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401  (gives `input` its history and its keys)
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """The model's turns, as long as what was said before them stays held."""
+        from lowtide.rollout.generators.generator import Request
+
+        prompt = self.talk.prompt()
+        room = self.most - len(prompt)
+        if room < 1:
+            self._tell_full()
+            return
+        self._listen()
+        sampling = replace(self.options.sampling(self.loaded), max_new_tokens=room)
+        request = Request(prompt, seed=self.options.seed + len(self.talk.messages))
+        with self._ends_turns():
+            self.loaded.generator.generate(self.loaded.model, [request], sampling, self._reply, self._heard)
+        if self._turn:  # the context is full
+            self._answered()
+
+    def _listen(self) -> None:
+        """Begins to hear a turn."""
+        from lowtide.rollout.spoken import Speech
+
+        self._turn = []
+        self.speech = Speech(self.loaded.tokenizer, self.talk.text[-100:], self.loaded.stop_ids)
+
+    def _heard(self, request: int, number: int, token: int) -> bool:
+        """Shows a token; whether the turn ends with it."""
+        self._turn.append(token)
+        self._show(self.speech.feed(token))
+        full = len(self._turn) >= self.options.max_new_tokens
+        if full and token not in self.loaded.stop_ids:
+            self.notes.print(f"\n(cut at max_new_tokens={self.options.max_new_tokens:,})", style="dim", markup=False)
+        return full or self._interrupted
+
+    def _reply(self, request: int, number: int, completion: Completion) -> list[int] | None:
+        """What the person says next, as tokens; None where the conversation is over or is read anew."""
+        self._answered()
+        self._pending = self._ask()
+        if not self._pending:
+            return None
+        rest = self.talk.following()
+        if rest is None or self.talk.held + 1 > self.most:
+            return None
+        self._pending = False
+        self._listen()
+        return rest
+
+    def _answered(self) -> None:
+        self._show(self.speech.rest())
+        self.console.say("\n")
+        self.talk.answered(self._turn)
+        self._turn, self._interrupted = [], False
+
+    def _show(self, pieces: Sequence[Piece]) -> None:
+        coloured = self.console.color_system is not None
+        for piece in pieces:
+            if not (piece.is_mark and coloured):
+                self.console.say(piece.text, style="dim" if piece.is_thought else None)
+
+    def _tell_full(self) -> None:
+        self.notes.print(
+            f"The conversation fills the {self.most:,} tokens that the model was made for: {NEW} begins anew.",
+            markup=False,
+            soft_wrap=True,
+        )
+
+    @contextlib.contextmanager
+    def _ends_turns(self) -> Iterator[None]:
+        """While it lasts, an interrupt ends the model's turn, and a second one everything."""
+        before = signal.getsignal(signal.SIGINT)
+
+        def stop(number: int, frame: Any) -> None:
+            if self._interrupted or not self._turn:
+                raise KeyboardInterrupt
+            self._interrupted = True
+
+        try:
+            signal.signal(signal.SIGINT, stop)
+        except ValueError:  # not in the main thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)

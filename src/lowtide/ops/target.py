@@ -61,6 +61,20 @@ def target_of(tensor: Tensor) -> Target:
     return Target(tensor.device.type)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast takes products in there; None where it is off, as on the meta device, of which torch cannot be
+    asked."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """While it lasts, products there are taken in the dtypes that they come in."""
+    off = autocast_dtype(device) is None
+    return contextlib.nullcontext() if off else torch.autocast(device.type, enabled=False)
+
+
 def in_turn(blocks: Sequence[B]) -> Iterable[B]:
     """Blocks of which each is computed as the one before it: a plan may take a few for all."""
     take = _take.get()

@@ -150,19 +150,27 @@ class OperationCosts:
 
 def cost_of(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> Operation | None:
     """What one operation costs; None where nothing is computed or moved: views, and memory that is only taken."""
-    name = func.name().partition(".")[0]
-    if name in FREE or (func.is_view and _is_view(args, out)):
+    if not computes(func, args, out, kwargs):
         return None
-    inputs, outputs = list(_tensors(args)), list(_tensors((out,)))
-    inputs += _tensors(value for key, value in kwargs.items() if key != "out")
-    known = {storage_id(tensor.untyped_storage()) for tensor in inputs}
-    if not changes_arguments(func) and all(storage_id(tensor.untyped_storage()) in known for tensor in outputs):
-        return None  # a view, or nothing but a question about a tensor
+    name = func.name().partition(".")[0]
+    inputs, outputs = _inputs(args, kwargs), list(_tensors((out,)))
     formula = ATTENTION.get(name)
     flops = formula(*args, **kwargs) if formula else _flops(func, args, out, kwargs)
     moved = _sparse_bytes(name, args, outputs) if name in SPARSE else _bytes(func, args, inputs, outputs)
     computes_with = next((each.dtype for each in inputs if each.dtype.is_floating_point), torch.float32)
     return Operation(flops, moved, computes_with, formula is not None)
+
+
+def computes(func: Any, args: Sequence[Any], out: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation starts a kernel: it is no view, no question about a tensor, and more than taking memory."""
+    if func.name().partition(".")[0] in FREE or (func.is_view and _is_view(args, out)):
+        return False
+    known = {storage_id(tensor.untyped_storage()) for tensor in _inputs(args, kwargs)}
+    return changes_arguments(func) or any(storage_id(each.untyped_storage()) not in known for each in _tensors((out,)))
+
+
+def _inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    return [*_tensors(args), *_tensors(value for key, value in kwargs.items() if key != "out")]
 
 
 def _is_view(args: Sequence[Any], out: Any) -> bool:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lowtide.compat.peft import cast_unless
-from lowtide.ops.target import kind_of
+from lowtide.ops.target import autocast_dtype, kind_of
 
 
 def install_adapter_inputs(model: nn.Module) -> None:
@@ -28,8 +27,7 @@ def _is_as_autocast_wants(layer: Any, x: Tensor) -> bool:
 
     A CPU scales what dropout keeps in the activations' own dtype, which would round the scale; a GPU does in float32.
     """
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype != torch.get_autocast_dtype(kind):
+    if x.dtype != autocast_dtype(x.device):
         return False
     drops = layer.training and any(getattr(each, "p", 0.0) > 0 for each in layer.lora_dropout.values())
     return not drops or x.is_cuda or kind_of(x.device) == "cuda"

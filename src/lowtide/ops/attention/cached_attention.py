@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import Rules, Sight
 from lowtide.ops.attention.varlen_attention import AttentionRules
+from lowtide.ops.target import kind_of
 
 
 class CachedPlan(ABC):
@@ -122,7 +123,7 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, rules: Rules) -> Te
     wide = key.dtype in (torch.float32, torch.float64)
     if wide and rules.softcap is None and bias is not None:
         return torch.baddbmm(bias, query, key.transpose(1, 2), alpha=rules.scale)
-    if key.is_cuda and not wide:
+    if kind_of(key.device) == "cuda" and not wide:
         scores = torch.bmm(query, key.transpose(1, 2), out_dtype=torch.float32)
     else:
         dtype = torch.promote_types(key.dtype, torch.float32)

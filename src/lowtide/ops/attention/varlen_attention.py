@@ -33,6 +33,7 @@ from lowtide.ops.attention.attention_flash import (
 from lowtide.ops.attention.attention_flex import flex_ragged_attention, why_not_flex
 from lowtide.ops.attention.attention_grouped import grouped_attention
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
+from lowtide.ops.target import autocast_dtype
 
 
 class Backend(NamedTuple):
@@ -148,9 +149,9 @@ class _Asked(NamedTuple):
 def in_autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The three in one dtype: a norm with float32 weights leaves queries and keys in float32 under autocast, and values
     in the lower dtype."""
-    if not torch.is_autocast_enabled(query.device.type) or query.dtype == torch.float64:
+    dtype = autocast_dtype(query.device)
+    if dtype is None or query.dtype == torch.float64:
         return query, key, value
-    dtype = torch.get_autocast_dtype(query.device.type)
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 

@@ -48,7 +48,7 @@ from lowtide.ops.logits.rows_of import Rows, rows_of
 from lowtide.ops.logits.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
 from lowtide.ops.mapped import bands, is_mapped
 from lowtide.ops.narrow_linear import AS_THEY_ARE, filled_up, recurring
-from lowtide.ops.target import in_turn, target_of
+from lowtide.ops.target import autocast_dtype, in_turn, target_of, without_autocast
 
 CAST_BYTES = 3 << 20
 """Of a weight's gradient, whose product is cast at a time: smaller than what a heap has mapped anew for each."""
@@ -246,7 +246,7 @@ def read_logits(
     """
     spec = _Spec(projection)
     head = ChunkedHead(spec, _scores_of(spec, index, index, terms), bias, terms)
-    with torch.autocast(index.device.type, enabled=False):
+    with without_autocast(index.device):
         chunks = head.few() if len(index) <= FEW_ROWS and index.device.type == "cpu" else head.chunks()
         found = []
         for span, _, logits in chunks:
@@ -411,8 +411,7 @@ def _count(span: slice) -> int:
 
 def _dtype_of(x: Tensor) -> torch.dtype:
     """The dtype of the matmuls."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x.device) or x.dtype
 
 
 class ChunkedHead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from bench import suites
 from bench.measuring.processes import ROOT
 from tests.support.recording import SUITE, record_if_asked
-from tests.support.short_tests import LIMIT, NAME, check_is_short, long_tests
+from tests.support.short_tests import LIMIT, NAME, check_is_short, cpu_seconds, long_tests, not_counted
 
 
 @pytest.fixture
@@ -65,3 +66,14 @@ def test_a_test_above_the_limit_fails_and_one_near_it_is_listed() -> None:
         check_is_short(long, LIMIT + 0.5)  # type: ignore[arg-type]
     assert near.user_properties == [(NAME, LIMIT - 0.5)]
     assert long_tests([short, near]) == ["  3.5 s  test_x.py::test_y"]
+
+
+def test_what_a_machine_measures_once_counts_for_no_test() -> None:
+    def busy() -> None:
+        until = time.process_time() + 0.2
+        while time.process_time() < until:
+            pass
+
+    began = cpu_seconds()
+    not_counted(busy)()
+    assert cpu_seconds() - began < 0.1

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from lowtide.compat.gloo import exchange_between_ranks, gather_from_ranks, sum_own_of_ranks
-from tests.support.marks import slow_but
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of
 
@@ -64,6 +63,7 @@ def compare(rank: int, group: dist.ProcessGroup) -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_pairs_of_sends_give_what_torchs_collectives_give(ranks, tmp_path):
     run_ranks(rank_main, ranks, str(meeting_place(tmp_path)), ranks=ranks)

@@ -69,6 +69,7 @@ def test_what_is_said_there_is_said_here(caplog):
     assert ("lowtide.test", logging.WARNING, "3 squared") in caplog.record_tuples
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_says_how_and_what_it_printed():
     with pytest.raises(RuntimeError, match=r"ended by SIGKILL, as a system does that runs out.*printed last: before"):
         in_tracing_process(die, signal.SIGKILL)
@@ -76,6 +77,7 @@ def test_a_process_that_ends_says_how_and_what_it_printed():
         in_tracing_process(os._exit, 3)
 
 
+@pytest.mark.slow
 def test_errors_come_as_they_were_raised():
     with pytest.raises(FileNotFoundError, match="no-such"):
         in_tracing_process(os.stat, "no-such")

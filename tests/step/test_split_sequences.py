@@ -136,6 +136,7 @@ def assert_same_as_one(groups: int, names: Sequence[str], tmp_path) -> None:
         assert_close(gradient, wanted[3], 1e-9)
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_sequence_step_as_one(tmp_path):
     assert_same_as_one(1, FAST, tmp_path)
 

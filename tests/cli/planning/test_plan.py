@@ -245,6 +245,7 @@ def test_lengths_stand_for_a_dataset(capsys, model):
     assert "leave one of them out" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_run_file_for_lengths_sees_such_rows(capsys, model, tmp_path):
     file = tmp_path / "plan.yaml"
     words = ["plan", "sft", "--model", str(model), "--lengths", "64x4", "--device", "4090", "--output", str(file)]
@@ -342,6 +343,7 @@ def test_float16_is_planned_for_a_gpu_without_bfloat16(capsys, model):
     assert "fp16=True needs a GPU" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_frozen_weights_in_float32_are_proposed_in_bfloat16(capsys, model):
     words = ["estimate", "dpo", "--lengths", "64x4", "--device", "h100", "--use_peft"]
     of_known = [*words, "--model", "Qwen/Qwen2.5-0.5B"]

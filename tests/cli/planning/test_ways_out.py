@@ -55,6 +55,7 @@ def test_each_is_one_that_the_command_takes(capsys, model, method, device, words
         assert status in (0, 1), (each, capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_the_whole_model_where_they_are_streamed(capsys):
     """A 7B, of which a layer at a time is resident."""
     words = ["--model", "Qwen/Qwen2.5-7B", "--lengths", "64x1", "--device", "4090", "--trained_weights", "stream"]

@@ -78,6 +78,7 @@ def test_the_peak_is_predicted(family: str, by: str, tmp_path: Path):
     assert short.phases["forward"]["weights"] < deep.phases["forward"]["weights"]
 
 
+@pytest.mark.slow
 def test_layers_that_are_unrolled_take_what_all_of_them_take(tmp_path: Path):
     """The encoder's layers are traced in part, and repeated; the decoder's are traced whole."""
     config = Seq2SeqConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=4)

@@ -86,6 +86,7 @@ def test_an_evaluation_set_is_evaluated(sft, data, tmp_path):
     assert evaluated == [2]  # within training, where trackers still listen
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_evaluated_again(sft, data):
     given = ("--eval_dataset", str(data), "--save_steps", "2")
     first = sft(*given, steps=2)[1]
@@ -267,6 +268,7 @@ def test_a_run_file_names_its_method(method, model, tmp_path, capsys):
     assert f"`lowtide {method} --config`" in (tmp_path / "run" / "run.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_token_classification_runs_from_words_and_a_run_file(tmp_path, capsys):
     save_tagger(tmp_path / "base", seed=0)
     questions = [Question(a, b) for a in range(3) for b in range(20, 24)]

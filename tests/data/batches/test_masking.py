@@ -12,6 +12,7 @@ from lowtide.data.batches.masking import ONE_TOKEN, Masking, geometric, harmonic
 from lowtide.data.batches.values import NUMBER, WORDS
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import IGNORE, OWN_TOKEN
+from tests.support.marks import slow_but
 
 MASK, VOCABULARY, PLAIN = 3, 100, 5
 SPECIAL = (0, 1, 2, MASK, 50, 99)
@@ -44,7 +45,7 @@ def marks(batch: RaggedBatch, rows: int) -> torch.Tensor:
     return marked.view(rows, -1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["tokens"], KINDS))
 def test_each_token_is_masked_with_the_probability(kind: str):
     rows, length = 20_000, 14
     found = marks(masking(kind)(batch_of(rows, length), epoch=0), rows).float().mean(0)
@@ -52,7 +53,7 @@ def test_each_token_is_masked_with_the_probability(kind: str):
     assert (found[1:-1] - 0.15).abs().max() < 0.012, "first and last tokens as those between"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["tokens"], KINDS))
 def test_masked_tokens_become_mask_tokens_or_random_ones_or_stay(kind: str):
     rows = 20_000
     before = batch_of(rows, 14)

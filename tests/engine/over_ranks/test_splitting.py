@@ -269,6 +269,7 @@ def sizes(rank: int, rendezvous: str) -> None:
     leave()
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_what_backward_needs(tmp_path):
     run_ranks(sizes, f"file://{tmp_path}/rendezvous")
 

@@ -150,6 +150,7 @@ def test_zeros_stay_zeros():
         assert torch.equal(moment.read(), torch.zeros(GROUPED))
 
 
+@pytest.mark.slow
 def test_moments_decay_where_no_gradients_come():
     weight = weight_of()
     optimizer = flash(weight, betas=(0.9, 0.999))
@@ -202,6 +203,7 @@ def test_each_step_is_that_of_adamw_rounded_plainly():
         second = unbent(state["exp_avg_sq"], state["exp_avg_sq_scale"], False)
 
 
+@pytest.mark.slow
 def test_updates_that_bfloat16_would_lose_add_up():
     weight = nn.Parameter(torch.ones(COUNT, dtype=torch.bfloat16))
     optimizer = flash(weight, lr=1e-4, weight_decay=0.0)

@@ -93,6 +93,7 @@ def test_layers_come_and_go(tmp_path):
     assert 0.9 * layers[0].bytes <= most < 1.6 * layers[0].bytes
 
 
+@pytest.mark.slow
 def test_a_reference_of_its_own_is_streamed(tmp_path):
     name = saved(tmp_path / "model")
     wanted = outcome(dpo(name, tmp_path / "out", ref_model=name))
@@ -136,6 +137,7 @@ def test_a_quantized_base_is_streamed(tmp_path, quantization):
     assert mapped_bytes(trainer.model) == 0
 
 
+@pytest.mark.slow
 def test_a_quantized_base_leaves_no_other_copy_of_itself(tmp_path):
     """Resumed and evaluated, all of it is still in the file."""
     pytest.importorskip("bitsandbytes")
@@ -204,11 +206,13 @@ def test_the_report_says_what_waits(tmp_path):
     assert f"weights {bytes_text(resident)}" in report.bar().plain.split("\n")[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path):
     name = saved(tmp_path / "model")
     assert_resumes(name, tmp_path / "out", base_weights="stream")
 
 
+@pytest.mark.slow
 def test_in_bfloat16(tmp_path):
     """By SGD, as above."""
     name = saved(tmp_path / "model", torch.bfloat16)
@@ -332,6 +336,7 @@ def test_all_weights_in_a_file_take_the_steps_of_resident_ones(tmp_path, tied, o
     assert bool(large) == (optim != "sgd")
 
 
+@pytest.mark.slow
 def test_all_weights_in_a_file_resumed_to_the_same_bits(tmp_path):
     assert_all_resumes(tmp_path)
 

@@ -330,6 +330,7 @@ def test_ten_steps_are_those_of_the_dense_computation(tmp_path):
     torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected[:10]), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_in_the_middle_of_a_rollout_ends_with_the_same_bits(tmp_path):
     """A rollout is learned from in 4 steps, and step 6 is the second of the second one."""
     settings = {"max_steps": 10, "save_strategy": "steps", "save_steps": 6}

@@ -44,6 +44,7 @@ def one_way(monkeypatch):
     return way
 
 
+@pytest.mark.slow
 def test_the_rows_that_are_asked_for_take_what_an_estimate_says(one_way):
     lengths = row_lengths("256x4", METHODS["sft"])
     found = device_table({"cuda": run()}, lengths, model="tiny", devices=[DEVICE])

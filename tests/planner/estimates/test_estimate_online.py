@@ -131,6 +131,7 @@ def test_generate_of_transformers_repeats_prompts(tmp_path):
     assert theirs == token * 4 * (11 + 12)
 
 
+@pytest.mark.slow
 def test_a_budget_of_keys_lets_prompts_run_beside_what_is_written(tmp_path):
     long = {"max_completion_length": 64, "gradient_checkpointing": False}
     whole = estimated(tmp_path, **long).phases["generate"]
@@ -168,6 +169,7 @@ def test_the_policy_of_vllm_is_scored_and_holds_no_keys(tmp_path):
     assert "keys" not in found.phases["generate"]
 
 
+@pytest.mark.slow
 def test_a_budget_counts_the_reward_model(tmp_path):
     tokenizer = make_tokenizer()
     described = AutoConfig.for_model("llama", **{**SIZES, "vocab_size": len(tokenizer)})
@@ -186,6 +188,7 @@ def test_a_budget_counts_the_reward_model(tmp_path):
     assert made.predicted_bytes - with_function.peak_bytes >= weight_bytes(scorer())
 
 
+@pytest.mark.slow
 def test_a_second_adapter_adds_its_weights_and_no_activations(tmp_path):
     adapters = {"peft_config": LoraConfig(r=8, target_modules=["q_proj", "down_proj"])}
     plain, two = (

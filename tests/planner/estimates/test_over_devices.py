@@ -50,6 +50,7 @@ def test_what_fits_one_device_has_whole_copies():
     assert yaml.safe_load(plan.to_yaml())["num_processes"] == 8
 
 
+@pytest.mark.slow
 def test_states_that_fit_only_in_shards_are_sharded():
     plan = planned("800MiB")
     assert plan.chosen.way == "FSDP2"

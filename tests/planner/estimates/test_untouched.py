@@ -104,6 +104,7 @@ def test_plan_leaves_all_as_it_was(tmp_path):
     assert given.state() == before
 
 
+@pytest.mark.slow
 def test_a_budget_changes_options_alone_and_trains_the_same(tmp_path):
     given = Given(tmp_path, memory_budget="64GiB")
     before = given.state()

@@ -42,6 +42,7 @@ def test_a_few_blocks_say_what_all_say(optim, monkeypatch):
     assert max(counted) > 20
 
 
+@pytest.mark.slow
 def test_a_few_blocks_of_the_heads_rows_say_what_all_say(monkeypatch):
     def estimated():
         config = SFTConfig(output_dir="run", use_cpu=True, report_to="none", bf16=False)

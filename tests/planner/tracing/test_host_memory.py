@@ -70,6 +70,7 @@ def test_offloaded_activations_are_the_inputs_of_layers(tmp_path):
     assert 0 <= found.host_bytes // each - SIZES["num_hidden_layers"] <= 2  # and what comes before and after them
 
 
+@pytest.mark.slow
 def test_keys_of_rows_in_pieces_and_their_gradients_wait_on_the_host(tmp_path):
     here, away = (predicted(tmp_path, tokens_per_microbatch=TOKENS // 2, chain_storage=at) for at in ("device", "host"))
     of_a_piece = power_of_two(TOKENS // 2 * SIZES["num_key_value_heads"] * 32 * 4)

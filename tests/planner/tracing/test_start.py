@@ -94,6 +94,7 @@ def test_masters_that_are_split_leave_their_files_one_by_one(tmp_path, shape):
     assert least <= start_bytes(run) <= most
 
 
+@pytest.mark.slow
 def test_a_reference_beside_split_masters_is_never_in_float32(tmp_path):
     alone = start_bytes(run_of(tmp_path, optim="adamw_flash"))
     both = start_bytes(run_of(tmp_path, "DPOConfig", [(10, 20, 20)] * 2, optim="adamw_flash"))

@@ -52,6 +52,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[KeyStore]:
     return made
 
 
+@pytest.mark.slow
 def test_what_is_written_depends_on_nothing_beside_it(stores: list[KeyStore]):
     model, requests = writer(), some_requests()
 

@@ -245,6 +245,7 @@ def test_a_timeout_error_of_the_function_is_its_own():
         Rewards(times_out, timeout=5)(completed())
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_though_a_pool_hangs():
     program = """
 import asyncio, time

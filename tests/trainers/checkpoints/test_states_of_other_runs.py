@@ -51,6 +51,7 @@ def test_a_checkpoint_of_the_model_alone_is_refused_and_goes_on_when_told_to(tmp
     assert "without optimizer*.pt, scheduler.pt, rng_state*.pth" in str(told.resumption)
 
 
+@pytest.mark.slow
 def test_without_a_scheduler_the_rate_is_that_of_its_step(tmp_path):
     options = {"lr_scheduler_type": "linear", "save_steps": 1}
     whole = trained(tmp_path, **options)
@@ -174,6 +175,7 @@ def mixture():
     return MixtralForCausalLM(config)
 
 
+@pytest.mark.slow
 def test_experts_go_on_from_their_checkpoint(tmp_path):
     whole = make("SFT", model=mixture(), output_dir=str(tmp_path / "whole"), **SAVING)
     whole.train()

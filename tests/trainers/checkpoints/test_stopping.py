@@ -101,6 +101,7 @@ def failing(calls: int) -> Any:
     return metrics
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_loses_no_step(tmp_path):
     rows = small(tmp_path / "rows").train_dataset
     whole = weights(trained(tmp_path / "whole"))

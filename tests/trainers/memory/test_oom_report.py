@@ -38,6 +38,7 @@ def test_the_largest_tensors_are_found_once_each():
     assert len(views) == 2
 
 
+@pytest.mark.slow
 def test_the_report_names_phase_rows_tensors_bytes_and_what_helps(tmp_path: Path):
     text = failed(trainer(tmp_path, per_device_train_batch_size=1))
     assert "in backward of micro-batch 0 (1 row(s) of 26 tokens)" in text

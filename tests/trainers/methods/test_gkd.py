@@ -35,12 +35,13 @@ def assert_close(one: Any, other: Any) -> None:
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("name", slow_but(["accumulated", "rows in pieces"], SAME))
+@pytest.mark.parametrize("name", slow_but(["accumulated"], SAME))
 def test_how_a_step_is_run_changes_no_number(name, tmp_path):
     plain = {"gradient_checkpointing": False}
     assert_close(trained(tmp_path / "a", **plain | SAME[name]), trained(tmp_path / "b", **plain))
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_rows_in_pieces_is_that_of_whole_rows(tmp_path):
     rows = {"train_dataset": talks(), "eval_dataset": talks(5, seed=2)}
     metrics = ("eval_loss", "eval_mean_token_accuracy", "eval_entropy")
@@ -151,6 +152,7 @@ def test_resumed_anywhere_the_bits_are_the_same(step, tmp_path):
 # -- the teacher -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_adapters_the_model_without_them_can_teach(tmp_path):
     """As a frozen copy of it does, which is forgotten at the first step, when both are the same."""
     from peft import get_peft_model
@@ -170,6 +172,7 @@ def test_with_adapters_the_model_without_them_can_teach(tmp_path):
     assert_close(own, copied)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_needs_padded_rows_gets_them(tmp_path):
     def taught(name: str, **options: Any) -> Any:
         bloom = {"model_type": "bloom", "n_head": 4, "n_layer": 2, "hidden_size": 32, "hidden_dropout": 0.0}
@@ -182,6 +185,7 @@ def test_a_teacher_that_needs_padded_rows_gets_them(tmp_path):
     assert "transformers' generate" in taught("c", seq_kd=True, max_steps=1).written_by["the teacher"]
 
 
+@pytest.mark.slow
 def test_of_a_padded_vocabulary_the_common_rows_count(tmp_path):
     """A teacher with more rows teaches as one whose further rows are cut off."""
     padded = build_teacher(vocab_size=384)
@@ -272,6 +276,7 @@ def test_arguments_for_a_teacher_that_is_loaded_are_refused(tmp_path):
         distilling(tmp_path, teacher_model_init_kwargs={"dtype": "bfloat16"})
 
 
+@pytest.mark.slow
 def test_texts_without_prompts_need_their_own_completions(tmp_path):
     texts = Dataset.from_list([{"text": f"{ask} {answer}"} for ask, answer in sums(8)])
     with pytest.raises(ValueError, match="no prompts to write after"):

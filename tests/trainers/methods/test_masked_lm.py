@@ -118,6 +118,7 @@ def rank_main(rank: int, folder: str) -> None:
             torch.save((weights(trainer), losses(trainer), evaluated["eval_loss"]), Path(folder) / "found.pt")
 
 
+@pytest.mark.slow
 def test_two_ranks_draw_the_masks_of_one(tmp_path: Path):
     from tests.support.ranks.sharded_training import meeting_place
 

@@ -66,6 +66,7 @@ def test_how_a_step_is_run_changes_no_number(name: str, tmp_path: Path):
     assert_near(weights(one), weights(other))
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_bit_by_bit(tmp_path: Path):
     settings = {"max_steps": 6, "per_device_train_batch_size": 3, "save_strategy": "steps", "save_steps": 2}
     whole = run(tmp_path / "whole", peft_config=adapters(), **settings)
@@ -76,6 +77,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_bit_by_bit(tmp_path: Pa
     assert weights(resumed, trained=True).keys() == weights(whole, trained=True).keys()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_generator_is_not_resumed_from(tmp_path: Path):
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     run(tmp_path, peft_config=adapters(), **settings)

@@ -48,7 +48,7 @@ def evaluated(folder: Path, name: str, rows: int) -> dict[str, float]:
     return {each: found[each] for each in names if each in found}
 
 
-@pytest.mark.parametrize("name", slow_but(["GRPO", "PPO"], METHODS))
+@pytest.mark.parametrize("name", slow_but(["GRPO"], METHODS))
 def test_whatever_is_written_at_a_time(name, tmp_path):
     expected = evaluated(tmp_path / "whole", name, 10)
     assert evaluated(tmp_path / "parts", name, 2) == pytest.approx(expected, rel=1e-5)
@@ -56,6 +56,7 @@ def test_whatever_is_written_at_a_time(name, tmp_path):
     assert expected["eval_reward"] != 0
 
 
+@pytest.mark.slow
 def test_predict_writes_completions_as_evaluate_does(tmp_path):
     trainer = online(tmp_path, "GRPO", per_device_eval_batch_size=4, **METHODS["GRPO"])
     expected = trainer.evaluate(prompts(5))

@@ -219,7 +219,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.parametrize("way", slow_but(["prompts repeated", "a token budget"], WAYS))
+@pytest.mark.parametrize("way", slow_but(["a token budget"], WAYS))
 def test_every_way_to_take_a_step_gives_the_same_weights(way: str, usual: Any, tmp_path: Path) -> None:
     run = online(tmp_path, **{"beta": 0.05, "max_steps": 2, **WAYS[way]})
     run.train()
@@ -251,6 +251,7 @@ def test_adapters_learn_against_the_model_without_them(family: str, tmp_path: Pa
     assert_near(found[1], found[0])
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_stays(tmp_path: Path) -> None:
     run = online(tmp_path, freeze_vision_tower=True, learning_rate=0.1)
     before = weights(run)
@@ -300,6 +301,7 @@ def test_rewards_see_pictures(tmp_path: Path) -> None:
     assert given["completions"][0][0]["role"] == "assistant"
 
 
+@pytest.mark.slow
 def test_one_image_by_path_before_plain_text(tmp_path: Path) -> None:
     picture(0, 16, 24).save(tmp_path / "cat.png")
     given = [{"image": str(tmp_path / "cat.png"), "prompt": [{"role": "user", "content": "What is this?"}]}] * 2

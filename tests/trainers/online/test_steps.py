@@ -68,6 +68,7 @@ def test_a_reward_is_learned(tmp_path):
     assert rewards[-1] > rewards[0] + 0.2
 
 
+@pytest.mark.slow
 def test_evaluation_writes_its_own_completions_and_changes_nothing(tmp_path):
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
     plain = trained(tmp_path / "plain")
@@ -93,6 +94,7 @@ def test_scoring_that_runs_out_of_memory_is_repeated_in_smaller_parts(method, tm
     assert_near(weights(failing), weights(plain), 1e-5)
 
 
+@pytest.mark.slow
 def test_one_row_that_cannot_be_scored_stops_the_run_and_says_what_to_lower(tmp_path):
     trainer = online(
         tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, beta=0.1, num_generations=4
@@ -123,12 +125,14 @@ def test_the_summary_of_a_run_has_the_metrics_of_steps_not_logged_yet(method, tm
     assert seldom[-1]["num_tokens"] == steps[-1]["num_tokens"]
 
 
+@pytest.mark.slow
 def test_the_weight_of_entropy_is_read_off_the_trainer(tmp_path):
     assert online(tmp_path, entropy_coef=0.25).entropy_coef == 0.25
     options = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 50.0, "entropy_coef_delta": 0.005}
     assert trained(tmp_path, **options).entropy_coef == pytest.approx(0.01 + 3 * 0.005)
 
 
+@pytest.mark.slow
 def test_ratios_of_sequences_in_a_sum_over_tokens_are_warned_of(tmp_path, caplog):
     for loss_type in ("bnpo", "dr_grpo", "dapo", "cispo", "grpo"):
         caplog.clear()

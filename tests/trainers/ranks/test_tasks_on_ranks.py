@@ -62,7 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 OF_SOME = {"sequences": ("sequence classification",), "copies, written": ("t5", "bart")}
 CASES = [(task, way) for task in TASKS for way in WAYS if task in OF_SOME.get(way, TASKS)]
-QUICK = [("t5", "copies, written"), ("token classification", "copies"), ("sequence classification", "copies")]
+QUICK = [("sequence classification", "copies")]
 
 
 def trained(folder: Path, task: str, rows: int, options: dict[str, Any]) -> tuple[dict, list[float], dict, Any]:

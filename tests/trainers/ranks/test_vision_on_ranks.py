@@ -183,6 +183,7 @@ def test_two_ranks_learn_what_one_does(name: str, shared: Path, tmp_path: Path) 
     assert_as_one_rank(shared, name, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_rank_without_images_runs_the_tower_of_shards(tmp_path: Path) -> None:
     """The quick one of them."""
     name = "SFT, qwen2_5_vl"

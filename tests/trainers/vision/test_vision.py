@@ -89,6 +89,7 @@ def test_every_way_to_cut_a_batch_gives_the_same_losses(tmp_path: Path) -> None:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_places_of_images_count_towards_the_budget(tmp_path: Path) -> None:
     run = trainer(tmp_path, conversations(8), tokens_per_microbatch=90)
     lengths = run.row_lengths()
@@ -199,6 +200,7 @@ def test_a_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(family: str
     assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_images_by_path_and_within_messages_are_those_of_the_column(tmp_path: Path) -> None:
     made = conversations(4)
     expected = losses(trainer(tmp_path, made))
@@ -367,6 +369,7 @@ def test_single_answers_to_images_are_scored_as_by_the_padded_forward(family: st
     assert losses(run) == pytest.approx([expected], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_pairs_taken_apart_keep_their_images_and_their_mismatched_answers(tmp_path: Path) -> None:
     pairs = rows(4)
     apart = [

@@ -303,3 +303,18 @@ def test_a_template_that_multiplies_within_reason_is_rendered(tokenizer):
     encoder = chat.ChatEncoder(tokenizer, template=template)
     [ids] = encoder.encode([ChatSample([{"role": "user", "content": "a"}])], RowPlace("data.jsonl", [0]))
     assert tokenizer.decode(ids) == ("===80073**12345678**a1None  1|23456789" + '{ "a": [  1 ]}' + "1, (2, 3)31")
+
+
+ENDLESS_LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("by_turns", [False, True])
+def test_a_template_without_end_is_rendered_once(tokenizer, impatient, by_turns):
+    """Checks of a template come before the rows, and each of them would wait as long."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    said = {"role": "assistant", "content": "b", "tool_calls": [call]}
+    sample = ChatSample([{"role": "user", "content": "a"}, said])
+    before = time.monotonic()
+    with pytest.raises(ValueError, match=r"data.jsonl, row 0 .* can't render .* loops without end"):
+        chat.ChatEncoder.for_rows(sample, tokenizer, ENDLESS_LOOP, "data.jsonl", by_turns=by_turns)
+    assert time.monotonic() - before < 2 * jinja.TEMPLATE_SECONDS

@@ -19,7 +19,7 @@ from lowtide.compat.datasets import fingerprint_of
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.cache.cached_map import reading
 from lowtide.data.cache.fingerprint import VERSION, combine, tokenizer_fingerprint
-from lowtide.data.encode.chat import TEMPLATE_FAILURES
+from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
 from lowtide.data.encode.images import ImageExpander, fingerprint_of_processor
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_media

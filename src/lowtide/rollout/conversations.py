@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lowtide.data.encode.chat import TEMPLATE_FAILURES
+from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
 from lowtide.ranks.group import RankGroup
 from lowtide.rollout.calls import Caller

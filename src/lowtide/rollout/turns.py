@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.encode.chat import TEMPLATE_FAILURES
+from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
 from lowtide.parsing import parse_json
 from lowtide.rollout.readable import readable

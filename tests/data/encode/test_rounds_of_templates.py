@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("trl", reason="the templates need the bench extra (trl)")
 
-from lowtide.data.encode.chat import TEMPLATE_FAILURES, ChatEncoder
+from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
+from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.formats.reading import ChatSample, RowPlace
 from tests.support.texts.template_families import KINDS, PLAIN, STOPS, STOPS_OF, conversation, stop_ids, template
 from tests.support.texts.template_families import tokenizer as family_tokenizer

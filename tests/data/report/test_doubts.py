@@ -228,3 +228,53 @@ def test_rows_that_a_stream_leaves_out_are_said_once(tokenizer, caplog):
         assert len(list(prepared)) == 1500
     assert caplog.text.count("500 of the rows 0 to 999 have nothing to train on") == 1
     assert caplog.text.count("nothing to train on") == 1
+
+
+# -- what a template leaves out --------------------------------------------------------------------------------------
+
+LEFT_OUT = "the chat template leaves something out"
+CALL = {"type": "function", "function": {"name": "count", "arguments": {"what": "clips"}}}
+TOOLS = [{"type": "function", "function": {"name": "count", "description": "Counts.", "parameters": {}}}]
+HIDING = {
+    "tools": "{% for m in messages %}{{ m.content }}{{ m.tool_calls if m.tool_calls }}<|im_end|>{% endfor %}",
+    "calls": "{{ tools if tools }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
+    "answers": "{{ tools if tools }}{% for m in messages if m.role != 'tool' %}{{ m.content }}"
+    "{{ m.tool_calls if m.tool_calls }}<|im_end|>{% endfor %}",
+}
+"""Templates, by what they leave out."""
+HAVING = {
+    "tools": {"messages": [user("How many?"), said("72.")], "tools": TOOLS},
+    "calls": {"messages": [user("How many?"), said("Let me see.", tool_calls=[CALL]), user("And?"), said("72.")]},
+    "answers": {"messages": [user("How many?"), said("Well"), {"role": "tool", "content": "72"}, said("72.")]},
+}
+
+
+@pytest.mark.parametrize("part", HAVING)
+@pytest.mark.parametrize("options", [{}, {"assistant_only_loss": True}], ids=["whole", "turns"])
+def test_parts_that_a_template_does_not_write_are_counted(part, options, tokenizer, caplog):
+    rows = [{**dict.fromkeys(HAVING[part]), **chat("72.")}, HAVING[part], HAVING[part]]
+    for left_out, template in HIDING.items():
+        caplog.clear()
+        tokenizer.chat_template = template
+        with caplog.at_level(logging.WARNING):
+            sft(rows, tokenizer, **options)
+        assert caplog.text.count(f"in 2 of 3 rows (the first is row 1) {LEFT_OUT}") == (left_out == part)
+
+
+def test_parts_of_pairs_that_a_template_does_not_write_are_counted(tokenizer, caplog):
+    prompt = [{"role": "system", "content": "Be brief."}, user("How many?")]
+    tokenizer.chat_template = HIDING["answers"].replace("tool'", "system'")
+    with caplog.at_level(logging.WARNING):
+        pairs([{"prompt": prompt, "chosen": [said("72")], "rejected": [said("48")]}], tokenizer)
+    assert f"in 1 of 1 rows (the first is row 0) {LEFT_OUT}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "warns"),
+    [("", 0), ("{{ [1, 2] | random }}", 1), ("{{ lipsum(1) }}", 1), ("{{ strftime_now('%f') }}", 1)],
+)
+def test_a_template_that_draws_at_random_is_told_once(more, warns, tokenizer, caplog):
+    tokenizer.chat_template += more
+    with caplog.at_level(logging.WARNING):
+        sft([chat("72."), chat("71.")], tokenizer)
+    assert caplog.text.count("the chat template does not write the same twice") == warns

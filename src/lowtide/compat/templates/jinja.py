@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Template, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.compiler import CodeGenerator
 from jinja2.runtime import markup_join, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -41,6 +41,15 @@ MOST_BYTES = 4 << 30
 """Memory that a template may add."""
 _TICK = 0.25
 """Seconds between two looks."""
+TEMPLATE_FAILURES = (
+    *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
+"""What a template raises: ranges that are too large end in an `OverflowError`."""
+
+
+class TemplateOverrun(ValueError):
+    """A template took more time or memory than it may; it would take as much again for the next conversation."""
 
 
 class _Code(CodeGenerator):
@@ -251,7 +260,7 @@ def ends_within(seconds: float) -> Iterator[None]:
     """Ends what takes longer or adds more than `MOST_BYTES`, in any thread. Within another one it does nothing.
 
     Raises:
-        ValueError: it did.
+        TemplateOverrun: it did.
     """
     watch, thread = _running_watch(), threading.get_ident()
     if thread in watch.rendering:
@@ -266,11 +275,11 @@ def ends_within(seconds: float) -> Iterator[None]:
     except BaseException as error:
         _leave(watch, thread, each)
         if each.why:
-            raise ValueError(each.why) from error
+            raise TemplateOverrun(each.why) from error
         raise
     _leave(watch, thread, each)
     if each.why:
-        raise ValueError(each.why)
+        raise TemplateOverrun(each.why)
 
 
 def _leave(watch: _Watch, thread: int, each: _Watched) -> None:

@@ -19,10 +19,9 @@ from operator import or_
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
-from lowtide.compat.templates.jinja import limit_templates
+from lowtide.compat.templates.jinja import TEMPLATE_FAILURES, TemplateOverrun, limit_templates
 from lowtide.data.encode.message_form import MessageForm
 from lowtide.data.encode.named_templates import NAMED, template_named
 from lowtide.data.encode.rounds import Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of
@@ -30,18 +29,16 @@ from lowtide.data.encode.turn_ends import TurnEnds
 from lowtide.data.formats.conversation import Message, assistant_turns
 from lowtide.data.formats.images import in_parts
 from lowtide.data.formats.reading import ChatSample, RowPlace
-from lowtide.data.report.doubts import NO_DOUBT
+from lowtide.data.report.doubts import NO_DOUBT, Doubt
+from lowtide.data.report.unwritten import UnwrittenParts
 
 logger = logging.getLogger(__name__)
 
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+DRAWS = re.compile(r"\|\s*random\b|\blipsum\b")
+"""What in a template draws at random."""
 TEMPLATE_SUFFIXES = (".jinja", ".j2")
 limit_templates()
-TEMPLATE_FAILURES = (
-    *(TemplateError, TypeError, ValueError, LookupError, AttributeError),
-    *(ArithmeticError, RecursionError, MemoryError),
-)
-"""What a template raises: ranges that are too large end in an `OverflowError`."""
 
 
 class ChatEncoder:
@@ -82,6 +79,7 @@ class ChatEncoder:
         self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template)))
         self.by_turns = by_turns and not self.has_marks and not in_parts
         self._told_of_ends = False
+        self._unwritten = UnwrittenParts(self.text)
 
     @classmethod
     def for_rows(
@@ -95,20 +93,49 @@ class ChatEncoder:
         """The encoder of the dataset `source`, of which `first` is a conversation; `how` as for the encoder.
 
         Raises:
-            ValueError: there is no template, or it writes the same whatever is said.
+            ValueError: there is no template, it takes too much time or memory, or writes the same whatever is said.
         """
         encoder = cls(tokenizer, template, **how)
-        encoder.check_content(first, source)
-        if encoder.by_turns:
-            encoder.look_at_ends(first, source)
-        elif not encoder.ends_turns():
+        try:
+            encoder._look_at(first, source)
+        except TemplateOverrun as error:
+            raise RowPlace(source, [0]).error(0, _cannot_render(error)) from error
+        return encoder
+
+    def _look_at(self, first: ChatSample, source: str) -> None:
+        """Refuses a template that cannot be trained on, and says what is doubtful in one."""
+        self.check_content(first, source)
+        if self._draws(first):
+            logger.warning(
+                "%s: the chat template does not write the same twice: it draws at random, or tells the time. Rows are "
+                "rendered once, and a generation prompt or another run has other tokens. Set chat_template_path to a "
+                "template that does not.",
+                source,
+            )
+        if self.by_turns:
+            self.look_at_ends(first, source)
+        elif not self.ends_turns():
             logger.warning(
                 "%s: the chat template writes no special token after what the assistant says, and nothing is put "
                 "there, so the model does not learn to stop. Set chat_template_path to a template that writes the end "
                 "token after it.",
                 source,
             )
-        return encoder
+
+    def _draws(self, chat: ChatSample) -> bool:
+        """Whether the template may write another text for the same conversation."""
+        if DRAWS.search(self.tokenizer.get_chat_template(self.template)):
+            return True
+        try:
+            return self.text(chat) != self.text(chat)
+        except TemplateOverrun:
+            raise
+        except TEMPLATE_FAILURES:  # the rows will tell
+            return False
+
+    def doubts(self, chats: Sequence[ChatSample]) -> list[Doubt]:
+        """What is doubtful in each conversation by what the template leaves out of it."""
+        return [Doubt.NOT_SHOWN if self._unwritten.are_in(chat) else NO_DOUBT for chat in chats]
 
     def encode(
         self, chats: Sequence[ChatSample], place: RowPlace, *, generation_prompt: bool = False
@@ -183,6 +210,8 @@ class ChatEncoder:
         talk, last = self._talk(chat), assistant_turns(chat.messages)[-1:]
         try:
             self._tell_of_ends([self._turn(talk, number, chat) for number in last], source)
+        except TemplateOverrun:
+            raise
         except TEMPLATE_FAILURES:  # the rows will tell
             return
 
@@ -246,6 +275,8 @@ class ChatEncoder:
         for turns, whose in ((spoken, "messages say"), (answers, "assistant says")):
             try:
                 texts = [self._render_saying(chat, turns, words) for words in ("one thing", "and another")]
+            except TemplateOverrun:
+                raise
             except TEMPLATE_FAILURES:  # the rows will tell
                 return
             if turns and texts[0] == texts[1]:
@@ -285,6 +316,8 @@ class ChatEncoder:
         asked, answer = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is so"}
         try:
             text = self.text(ChatSample([asked, answer]))
+        except TemplateOverrun:
+            raise
         except TEMPLATE_FAILURES:  # the rows will tell
             return True
         _, said, after = text.rpartition(answer["content"])
@@ -299,6 +332,8 @@ class ChatEncoder:
         options = {"chat_template": self.template, "return_assistant_tokens_mask": True}
         try:
             made: Any = self.tokenizer.apply_chat_template([self._given([asked, answer, asked])], **options)
+        except TemplateOverrun:
+            raise
         except TEMPLATE_FAILURES:  # the rows will tell
             return False
         [ids], [mask] = made["input_ids"], made["assistant_masks"]

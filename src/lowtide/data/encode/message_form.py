@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from lowtide.compat.templates.jinja import TemplateOverrun
 from lowtide.data.formats.conversation import THOUGHTS, Message
 
 THOUGHTS_READ = re.compile(rf"""[.'"]({"|".join(THOUGHTS)})\b""")
@@ -71,6 +72,8 @@ class MessageForm:
         asked = {"role": "user", "content": "Is it?"}
         try:
             return self._render([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        except TemplateOverrun:
+            raise
         except Exception:  # whatever the template raises for what it does not take
             return None
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from datasets import Features
@@ -140,6 +140,8 @@ class RowEncoder:
         doubts = doubts_of(samples) | Doubt.NO_ANSWER * empty
         if isinstance(samples[0], TokenSample):
             doubts |= Doubt.NO_END * without(rows, self.ending) | Doubt.OTHER_LABELS * relabelled(rows)
+        if self.chat is not None:
+            doubts |= np.array(self.chat.doubts(cast(Sequence[ChatSample], samples)), dtype=np.int64)
         return doubts if rows.doubts is None else doubts | rows.doubts
 
     def _read(self, batch: Mapping[str, Sequence[Any]], place: RowPlace) -> list[Sample]:

@@ -11,7 +11,7 @@ whose first token then belongs to both completions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -109,6 +109,8 @@ class SideEncoder:
             doubts |= Doubt.NO_ANSWER * without(side, self.saying_nothing, others=True)
         if isinstance(samples[0], TokenSample):
             doubts |= Doubt.NO_END * without(side, self.ending)
+        if isinstance(self.encoder, ChatEncoder):
+            doubts |= np.array(self.encoder.doubts(cast(Sequence[ChatSample], samples)), dtype=np.int64)
         return doubts
 
     def _common_lengths(self, chosen: TokenLists, rejected: TokenLists, place: RowPlace) -> Int[np.ndarray, " rows"]:

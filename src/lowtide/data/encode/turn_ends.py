@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.compat.templates.jinja import TemplateOverrun
 from lowtide.data.formats.conversation import THOUGHTS, Message
 
 MARK = "QzMarkzQ"
@@ -66,6 +67,8 @@ class TurnEnds:
         marked = marked_message(messages[-1], MARK)
         try:
             after = _behind_mark(render([*messages[:-1], marked]))
+        except TemplateOverrun:
+            raise
         except Exception:  # whatever a template says to the mark; the turn itself was rendered
             after = None
         if after is None:
@@ -78,6 +81,8 @@ class TurnEnds:
         role = "tool" if messages[-1].get("tool_calls") else "user"
         try:
             text = _behind_mark(render([*messages, {"role": role, "content": "And?"}]))
+        except TemplateOverrun:
+            raise
         except Exception:  # as above: nothing may follow
             return ""
         if text is None or not text.startswith(after):

@@ -45,8 +45,9 @@ SAID = {
     "is the token itself, or -100: labels are shifted later. Remove the column 'labels' if that is not meant.",
     Doubt.OTHER_MASK: "'labels' scores other tokens than 'completion_mask' or 'assistant_masks', and the labels are "
     "followed, as by TRL. Remove the columns that are not meant.",
-    Doubt.NOT_SHOWN: "the chat template does not write the thoughts or the tool calls of a message that is scored, and "
-    "nothing is learned of them. Set chat_template_path to a template that writes them, or remove them.",
+    Doubt.NOT_SHOWN: "the chat template leaves something out: tools, tool calls, the thoughts of a message that is "
+    "scored, or what messages of a role say. Nothing is learned of it. Set chat_template_path to a template that writes "
+    "it, or remove it.",
     Doubt.EMPTY_THOUGHT: "a message without thoughts is scored with the empty ones that the chat template writes, as "
     "the model has to write them. Where the prompt is to have them already, give the rows chat_template_kwargs such as "
     "{'enable_thinking': False}.",

@@ -93,7 +93,7 @@ def test_a_first_gradient_of_0_is_warned_of(dead, tmp_path, caplog):
 
 def test_the_loss_of_a_router_is_a_term_beside():
     module, off = torch.nn.Linear(1, 1), {"gradient_checkpointing": False}
-    args = SimpleNamespace(learning_rate=1.0, without_gradient=lambda: [{"beta=0"}], **off)
+    args = SimpleNamespace(learning_rate=1.0, weight_decay=0.0, without_gradient=lambda: [{"beta=0"}], **off)
     assert unwise(args, module)
     assert not unwise(args, module, aux_coefficient=0.1)
 

@@ -16,10 +16,10 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
+from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.cache.cached_map import reading
 from lowtide.data.cache.fingerprint import VERSION, combine, tokenizer_fingerprint
-from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
 from lowtide.data.encode.images import ImageExpander, fingerprint_of_processor
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_media

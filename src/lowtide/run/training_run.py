@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.peft import train_beside_adapters
 from lowtide.compat.torch import FakeTensor
-from lowtide.data.batches.heaviest import check_positions, row_lengths
+from lowtide.data.batches.heaviest import check_positions, longest_row, row_lengths
 from lowtide.data.batches.shared_rounds import WholeRounds
 from lowtide.data.batches.token_rows import PREFIX
 from lowtide.data.report.ledger import Ledger
@@ -32,10 +32,11 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
 from lowtide.engine.images import run_tower
 from lowtide.engine.over_ranks.stage import stage_of
-from lowtide.engine.positions import position_table
+from lowtide.engine.positions import made_for, position_table
 from lowtide.engine.vision import encodes_images, freeze_tower
 from lowtide.engine.weights.complete_weights import base_of_adapters, new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
+from lowtide.engine.weights.load_errors import check_dropouts
 from lowtide.engine.weights.loading import adapt, check_trained_whole
 from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.activations.chain_storage import place_maker
@@ -145,6 +146,7 @@ class TrainingRun:
             self._references.source = inputs.model if isinstance(inputs.model, str) else None
         self.model, self.tokenizer, self.processing_class = self._loaded()
         check_causal(causal_model(self.model))
+        check_dropouts(self._config)
         check_trained(self.model)
         self.reader, self.unread = None, ""
         if method.rows.takes_images:
@@ -359,6 +361,18 @@ class TrainingRun:
         lengths = self.row_lengths(dataset) if tables and getattr(self.args, "writes", False) else None
         for whose, positions in tables.items():
             check_positions(dataset, positions, name, written, lengths, whose=whose)
+        if not tables and self.method.writes is None:  # what is written says so itself
+            self._tell_of_positions(name, dataset)
+
+    def _tell_of_positions(self, name: str, dataset: Any) -> None:
+        """Warns of rows behind the positions that a model was made for, where it computes positions and goes on."""
+        known, longest = made_for(self._config), longest_row(dataset)
+        if known is not None and longest > known:
+            logger.warning(
+                f"rows of {name}, of up to {longest:,} tokens, go past the {known:,} positions that the model was made "
+                f"for (max_position_embeddings): it does badly there, and learns it slowly. Set max_length={known}, or "
+                "take a model with more"
+            )
 
     def _run_towers(self) -> None:
         """Has all ranks run vision towers equally often, where they share weights or gradients."""

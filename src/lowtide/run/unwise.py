@@ -9,6 +9,9 @@ from torch import nn
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.methods.shared.options import zeros
 
+COLD = 0.01
+"""Temperatures below this one, but for 0, are warned of."""
+
 
 def unwise(args: Any, model: nn.Module, *, aux_coefficient: float = 0.0, given: bool = False) -> list[str]:
     """What to warn of, a sentence each.
@@ -23,6 +26,8 @@ def unwise(args: Any, model: nn.Module, *, aux_coefficient: float = 0.0, given: 
         *getattr(args, "advice", ()),
         _nothing_is_learned(args, aux_coefficient, adapters, given=given),
         _one_layer_recomputed(args, model),
+        "" if given else _decay_beyond_zero(args),
+        _cold(args),
     ]
     return [each for each in found if each]
 
@@ -44,6 +49,29 @@ def _nothing_is_learned(args: Any, aux_coefficient: float, adapters: Any, *, giv
     return (
         f"nothing is learned with {', '.join(names)}: no term of the loss moves a weight. Change "
         f"{'it' if len(names) == 1 else 'one of them'}, unless this is a test run"
+    )
+
+
+def _decay_beyond_zero(args: Any) -> str:
+    """Decay takes `learning_rate * weight_decay` of each weight away in a step."""
+    rate, decay = args.learning_rate, args.weight_decay
+    if rate * decay <= 1:
+        return ""
+    return (
+        f"learning_rate={rate:g} times weight_decay={decay:g} is {rate * decay:g}, above 1: each step turns the sign "
+        "of the weights that decay, and makes them larger where it is above 2. Lower weight_decay"
+    )
+
+
+def _cold(args: Any) -> str:
+    """At a temperature near 0 the likeliest token has nearly all of the probability."""
+    temperature = getattr(args, "temperature", 1.0)
+    if temperature == 0 or temperature >= COLD:
+        return ""
+    return (
+        f"temperature={temperature:g} multiplies logits by {1 / temperature:g}: the likeliest token is written nearly "
+        "always, so that completions of a prompt are alike, and gradients of what is scored at that temperature are as "
+        f"much larger. Take {COLD} or more"
     )
 
 

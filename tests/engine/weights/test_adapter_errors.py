@@ -20,6 +20,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tokens of a module": ({"trainable_token_indices": {"embed_tokens": [64]}}, "embed_tokens': .64"),
     "a token below 0": ({"trainable_token_indices": [-5]}, "counted from 0"),
     "no token": ({"trainable_token_indices": []}, "trainable_token_indices lists no token"),
+    "no invocation": ({"alora_invocation_tokens": []}, "alora_invocation_tokens lists no token"),
     "no token of a module": ({"trainable_token_indices": {"embed_tokens": []}}, "lists no token"),
     "a package": ({"megatron_config": {"a": 1}}, r"pip install megatron.*megatron_config=\{'a': 1\}"),
     "a rank that is text": ({"r": "8"}, "TypeError.*correct r='8', target_modules"),

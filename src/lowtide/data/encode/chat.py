@@ -97,12 +97,12 @@ class ChatEncoder:
         """
         encoder = cls(tokenizer, template, **how)
         try:
-            encoder._look_at(first, source)
+            encoder.look_at(first, source)
         except TemplateOverrun as error:
             raise RowPlace(source, [0]).error(0, _cannot_render(error)) from error
         return encoder
 
-    def _look_at(self, first: ChatSample, source: str) -> None:
+    def look_at(self, first: ChatSample, source: str) -> None:
         """Refuses a template that cannot be trained on, and says what is doubtful in one."""
         self.check_content(first, source)
         if self._draws(first):

@@ -46,8 +46,8 @@ SAID = {
     Doubt.OTHER_MASK: "'labels' scores other tokens than 'completion_mask' or 'assistant_masks', and the labels are "
     "followed, as by TRL. Remove the columns that are not meant.",
     Doubt.NOT_SHOWN: "the chat template leaves something out: tools, tool calls, the thoughts of a message that is "
-    "scored, or what messages of a role say. Nothing is learned of it. Set chat_template_path to a template that writes "
-    "it, or remove it.",
+    "scored, or what messages of a role say. Nothing is learned of it. Set chat_template_path to a template that "
+    "writes it, or remove it.",
     Doubt.EMPTY_THOUGHT: "a message without thoughts is scored with the empty ones that the chat template writes, as "
     "the model has to write them. Where the prompt is to have them already, give the rows chat_template_kwargs such as "
     "{'enable_thinking': False}.",

@@ -29,7 +29,7 @@ class UnwrittenParts:
 
     def are_in(self, chat: ChatSample) -> bool:
         """Whether the conversation has such a part. One that the template writes once, it writes always."""
-        return any([self._is_left_out(part, chat, without) for part, without in _parts_of(chat)])
+        return any(self._is_left_out(part, chat, without) for part, without in _parts_of(chat))
 
     def _is_left_out(self, part: str, chat: ChatSample, without: ChatSample) -> bool:
         if part in self._written:
@@ -53,12 +53,15 @@ def _parts_of(chat: ChatSample) -> Iterator[tuple[str, ChatSample]]:
         yield "tool calls", replace(chat, messages=[_without_calls(message) for message in chat.messages])
     says = {message["role"] for message in chat.messages if _text_of(message).strip()}
     for role in sorted(says.difference(SPEAKERS)):
-        silent = [{**each, "content": ""} if each["role"] == role and _text_of(each) else each for each in chat.messages]
-        yield f"{role} says", replace(chat, messages=silent)
+        yield f"{role} says", replace(chat, messages=[_silent(message, role) for message in chat.messages])
 
 
 def _without_calls(message: Message) -> Message:
     return {name: value for name, value in message.items() if name != "tool_calls"}
+
+
+def _silent(message: Message, role: str) -> Message:
+    return {**message, "content": ""} if message["role"] == role and _text_of(message) else message
 
 
 def _text_of(message: Message) -> str:

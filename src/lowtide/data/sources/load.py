@@ -156,13 +156,18 @@ def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -
 
 
 def _tell_of_links_out_of(folder: Path) -> None:
-    """Warns of files of a folder that are elsewhere: who made the folder may not know what they hold. A snapshot of the
-    hub's cache has its files beside it."""
+    """Warns once of files of a folder that are elsewhere: who made the folder may not know what they hold. The files of
+    a snapshot of the hub's cache are beside it."""
     inside = folder.resolve()
-    for file in sorted(folder.rglob("*")):
-        place = file.resolve()
-        if file.is_symlink() and not place.is_relative_to(inside) and place.parent not in _blobs(inside):
-            logger.warning(f"{file} is a link to {place}, outside of the folder: the run reads that as its data")
+    blobs = _blobs(inside)
+    links = {file: file.resolve() for file in sorted(folder.rglob("*")) if file.is_symlink()}
+    outside = [file for file, place in links.items() if not place.is_relative_to(inside) and place.parent not in blobs]
+    if outside:
+        first = outside[0]
+        more = f", and so are {len(outside) - 1:,} more" if len(outside) > 1 else ""
+        logger.warning(
+            f"{first} is a link to {links[first]}, outside of the folder{more}: the run reads that as its data"
+        )
 
 
 def _blobs(folder: Path) -> list[Path]:

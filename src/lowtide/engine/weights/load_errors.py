@@ -13,6 +13,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lowtide.spelling import nearest
 
+DROPOUT = re.compile("dropout|_pdrop$|layerdrop")
+"""The names of shares that are dropped, in configs."""
 MOST_LAYERS = 10_000
 """Of layers that a model may have."""
 TAKEN = ("attn_implementation", "device_map", "dtype", "max_memory", "quantization_config", "subfolder", "use_kernels")
@@ -73,6 +75,24 @@ def check_layers(config: Any, name: str) -> None:
             count = getattr(part, key, None)
             if isinstance(count, int) and count > MOST_LAYERS:
                 raise ValueError(f"the config of {name!r} says {key}={count}, and a model has {MOST_LAYERS:,} at most")
+
+
+def check_dropouts(config: Any) -> None:
+    """Refuses a model's config with a share of activations to drop that is none.
+
+    Not every attention computes it, so that such a share may pass without a word.
+
+    Raises:
+        ValueError: names the key.
+    """
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    for key, share in (each for part in parts if part is not None for each in vars(part).items()):
+        is_number = isinstance(share, int | float) and not isinstance(share, bool)
+        if DROPOUT.search(key) and is_number and not 0 <= share <= 1:
+            raise ValueError(
+                f"the model's config says {key}={share}, and it is a share of activations, from 0 to 1: correct its "
+                "config.json"
+            )
 
 
 def _config_names(name: str) -> set[str]:

@@ -328,13 +328,13 @@ def _check_expressions(config: Any) -> None:
 
 def _check_tokens(config: Any) -> None:
     """Refuses tokens that are listed twice, each time with a row of their own, of which only one would be read."""
-    for option in ("trainable_token_indices", "token_indices"):
+    for option in ("trainable_token_indices", "token_indices", "alora_invocation_tokens"):
         given = getattr(config, option, None)
         for listed in given.values() if isinstance(given, Mapping) else () if given is None else [given]:
             if not listed:
                 raise ValueError(f"{option} lists no token: name some, or leave it out")
             twice = sorted({token for token in listed if listed.count(token) > 1})
-            if twice:
+            if twice and option != "alora_invocation_tokens":  # which are a text, in its order
                 raise ValueError(f"{option} lists {', '.join(map(str, twice))} more than once: list each token once")
 
 

@@ -10,14 +10,9 @@ import torch
 from transformers import PretrainedConfig
 
 from lowtide.engine.heads.head import Head
-from lowtide.engine.positions import position_table
+from lowtide.engine.positions import made_for, position_table
 from lowtide.planner.answers.row_lengths import RowLengths
 from lowtide.planner.tracing.described_model import DescribedModel
-
-
-def made_for(described: PretrainedConfig) -> int | None:
-    """The positions that a model was made for; None where its config says none."""
-    return getattr(described.get_text_config(), "max_position_embeddings", None)
 
 
 def positions_of(described: PretrainedConfig, head: type[Head]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def check_output(folder: Path, read: Mapping[str, Any], *, saves: bool = True) -
         raise ValueError(f"output_dir={str(folder)!r} has a zero byte, which no name of a folder has")
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir={str(folder)!r} is a file: name a folder, or one that is not there yet")
+    _check_writable(folder, saves=saves)
     if not saves:
         return
     for name, value in read.items():
@@ -44,3 +46,18 @@ def check_output(folder: Path, read: Mapping[str, Any], *, saves: bool = True) -
             raise ValueError(
                 f"{path} is a file, and a run makes a folder of that name: move it away, or name another output_dir"
             )
+
+
+def _check_writable(folder: Path, *, saves: bool) -> None:
+    """Refuses a folder that cannot be made, or written into by a run that saves, by making one there for a moment."""
+    if folder.is_dir() and not saves:
+        return
+    there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    try:
+        with tempfile.TemporaryDirectory(prefix=STAGING, dir=there):
+            pass
+    except OSError as error:
+        what = "cannot be written to" if there == folder else f"cannot be made in {str(there)!r}"
+        raise ValueError(
+            f"output_dir={str(folder)!r} {what} ({error.strerror}): name a folder that this run may write to"
+        ) from error

@@ -103,6 +103,7 @@ class LowtideTrainer(Trainer):
         self.kept_beside: list[KeptBeside] = []
         self.optimizer_maker, self.step_taker = OptimizerMaker(self), Steps(self)
         self.checkpoint_writer, self.resuming, self.stopping = WholeCheckpoints(self), Resuming(self), Stopping(self)
+        self.card = Card(self)
         with engines_hidden(self.args):
             super().__init__(callbacks=callbacks, **kwargs)
         self.neftune_noise_alpha = (
@@ -568,7 +569,8 @@ class LowtideTrainer(Trainer):
             metadata: further fields of the card's YAML, such as `license` and `language`.
         """
         if self.is_world_process_zero():
-            Card(self).write(model_name, dataset_name, tags, **metadata)
+            self.card.set(model_name, dataset_name, tags, **metadata)
+            self.card.write(Path(str(self.args.output_dir)))
 
     # -- what there is not -----------------------------------------------------------------------------------------
 

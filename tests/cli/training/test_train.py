@@ -26,6 +26,10 @@ def test_a_run_saves_model_tokenizer_report_and_all_its_options(sft, tmp_path):
     status, out, err = sft("--assistant-only-loss", "--learning_rate=1e-3", "--memory_report", str(report))
     assert status == 0, err
     assert f"this repeats the run: lowtide sft --config {run / 'run.yaml'}" in out
+    card = (run / "README.md").read_text()
+    assert "lowtide sft --max_steps 2 --use_cpu" in card
+    assert "--dataset train.jsonl" in card
+    assert str(run) not in card
     assert (run / "model.safetensors").is_file()
     assert (run / "tokenizer.json").is_file()
     measured = json.loads(report.read_text())

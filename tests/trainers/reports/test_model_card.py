@@ -3,6 +3,8 @@
 The hub is stood in for: nothing leaves the machine.
 """
 
+import re
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -39,19 +41,20 @@ def uploads(monkeypatch):
     return calls
 
 
-def trained(method, folder, tmp_path, **more):
+def trained(method, folder, tmp_path, settings=None, **more):
     config = getattr(lowtide, f"{method}Config")
-    args = config(
-        output_dir=str(tmp_path / "tiny"),
-        max_steps=2,
-        logging_steps=1,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        push_to_hub=True,
-        hub_model_id="someone/tiny",
-    )
+    given = {
+        "output_dir": str(tmp_path / "tiny"),
+        "max_steps": 2,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "push_to_hub": True,
+        "hub_model_id": "someone/tiny",
+    }
+    args = config(**given | (settings or {}))
     rows = Dataset.from_list(ROWS[method])
     trainer = getattr(lowtide, f"{method}Trainer")(folder, args=args, train_dataset=rows, **more)
     trainer.train()
@@ -93,6 +96,46 @@ def test_an_adapter_of_a_model_on_the_hub_names_it_and_a_local_dataset_is_not_li
     assert card.text.lstrip().startswith("# Tiny")
     assert "`rows.jsonl`" in card.text
     assert str(tmp_path) not in card.content
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_every_save_has_a_card_checkpoints_too(folder, tmp_path, adapted):
+    more = {"peft_config": LoraConfig(task_type="CAUSAL_LM")} if adapted else {}
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "push_to_hub": False, "max_steps": 2}
+    trainer = trained("SFT", folder, tmp_path, eval_dataset=Dataset.from_list(ROWS["SFT"]), settings=settings, **more)
+    trainer.evaluate()
+    trainer.save_model()
+    then, now = (ModelCard.load(tmp_path / "tiny" / each / "README.md") for each in ("checkpoint-2", "."))
+    for card in (then, now):
+        assert card.data.to_dict()["library_name"] == ("peft" if adapted else "transformers")
+        assert card.data.to_dict()["model_name"] == "tiny"
+        assert "[More Information Needed]" not in card.text
+        assert folder not in card.content
+        assert "lowtide chat tiny" in card.text
+        assert "| rows | 4 |" in card.text
+        peak = re.search(r"\| peak memory \(cpu\) \| (\S+ \w+) \|", card.text)
+        assert peak is not None
+        assert f"| lowtide | {version('lowtide')} |" in card.text
+        assert (f"| peft | {version('peft')} |" in card.text) is adapted
+    assert "| optimizer steps | 2 |" in then.text
+    assert "loss on the evaluation set" not in then.text
+    evaluated = next(log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log)
+    assert f"| loss on the evaluation set | {evaluated:.4g} |" in now.text
+
+
+def test_a_readme_of_ones_own_stays_and_a_card_keeps_what_it_was_told(folder, tmp_path):
+    trainer = trained("SFT", folder, tmp_path, settings={"push_to_hub": False})
+    path = tmp_path / "tiny" / "README.md"
+    trainer.create_model_card("My model", dataset_name="trl-lib/Capybara", tags="mine", license="mit")
+    trainer.save_model()
+    data = ModelCard.load(path).data.to_dict()
+    assert (data["model_name"], data["datasets"], data["license"]) == ("My model", "trl-lib/Capybara", "mit")
+    assert "mine" in data["tags"]
+    path.write_text("What I think of it.")
+    trainer.save_model()
+    assert path.read_text() == "What I think of it."
+    trainer.create_model_card()  # asked for
+    assert ModelCard.load(path).data.to_dict()["model_name"] == "My model"
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.paper])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from lowtide.cli.endings import UsageError
+from lowtide.cli.options import words_of
 from lowtide.cli.training.launch import OF_LAUNCHER
 from lowtide.option_values import Option
 from lowtide.parsing import yaml_options
@@ -55,6 +57,12 @@ def read_run_file(path: Path, options: Mapping[str, Option]) -> dict[str, Any]:
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
     return values
+
+
+def command_of(values: Mapping[str, Any], options: Mapping[str, Option], *, method: str) -> list[str]:
+    """The words of a command line with the options that are given, without access tokens."""
+    given = without_secrets({name: value for name, value in values.items() if name not in SECRET})
+    return ["lowtide", method, *shlex.split(" ".join(words_of(given, options)))]
 
 
 def write_run_file(path: Path, values: Mapping[str, Any], options: Mapping[str, Option], *, method: str) -> None:

@@ -23,7 +23,7 @@ from lowtide.cli.endings import UsageError
 from lowtide.cli.options import add_options, read_options
 from lowtide.cli.training.adapters import AdapterOptions
 from lowtide.cli.training.launch import CHOSEN, OF_PROCESSES
-from lowtide.cli.training.run_file import read_run_file, write_run_file
+from lowtide.cli.training.run_file import command_of, read_run_file, write_run_file
 from lowtide.compat.argparse import ArgumentGroup, Subparsers
 from lowtide.methods import METHODS
 from lowtide.methods.shared.options import ReferenceOptions
@@ -391,9 +391,12 @@ def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option],
     output, run_file = given.output, given.output / RUN_FILE
     again = ["lowtide", given.method, "--config", str(run_file), *_on_processes(config)]
     trainer = given.trainer(config)
+    settings = {**given.values, **trainer.planned.settings}
+    trainer.card.dataset_name = given.what.dataset
+    trainer.card.command = [*command_of(settings, options, method=given.method), *_on_processes(config)]
     trainer.stopping.resumes_with = lambda checkpoint: shlex.join([*again, "--resume_from_checkpoint", checkpoint])
     if config.should_save:  # what was asked for: the config has filled fields in
-        write_run_file(run_file, {**given.values, **trainer.planned.settings}, options, method=given.method)
+        write_run_file(run_file, settings, options, method=given.method)
     if trainer.eval_dataset is not None:
         trainer.add_callback(LastEvaluation)
     trainer.train(resume_from_checkpoint=checkpoint)

@@ -180,6 +180,8 @@ class WholeCheckpoints:
             if self.args.should_save:
                 separate_hard_links(folder)
             self._save_whole(folder, internal, theirs, write)
+            if self.args.should_save:
+                self.trainer.card.write_beside(folder)
             share_weights(folder)
         except WRITE_ERRORS as error:
             if is_left_by_another(error):

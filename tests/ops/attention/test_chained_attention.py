@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.ops.attention.attention_blocks import CpuFlash, Merged, WrittenOut
+from lowtide.ops.attention.attention_blocks import CpuFlash, Merged, Widened, WrittenOut, block_kernel
 from lowtide.ops.attention.attention_blocks import Part as Pairs
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules
 from lowtide.ops.attention.chained_attention import chained_attention
@@ -98,13 +98,17 @@ def test_values_and_gradients_equal_dense_attention(shape, variant, dtype):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
-def test_kernels_agree_on_a_block(causal, scale):
+@pytest.mark.parametrize("width", [8, 5])
+def test_kernels_agree_on_a_block(causal, scale, width):
     torch.manual_seed(0)
     keys = 40 if causal else 25
-    query, key, value = (torch.randn(n, heads, 8, dtype=torch.float64) for n, heads in ((40, 6), (keys, 2), (keys, 2)))
-    grad, rules = torch.randn_like(query), Rules(scale)
+    shapes = (40, 6, 8), (keys, 2, 8), (keys, 2, width)
+    query, key, value = (torch.randn(*shape, dtype=torch.float64) for shape in shapes)
+    grad, rules = torch.randn(40, 6, width, dtype=torch.float64), Rules(scale)
+    fast = block_kernel(query, value, rules)
+    assert type(fast) is (CpuFlash if width == 8 else Widened)
     found = []
-    for kernel in (CpuFlash(), WrittenOut()):
+    for kernel in (fast, WrittenOut()):
         part = kernel.forward(query, key, value, rules, causal=causal)
         merged = Merged(Pairs(part.out.clone(), part.lse.clone()))
         merged.add_sinks(torch.ones(6, dtype=torch.float64))  # a softmax over more than the block

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lowtide.compat.torch import cpu_flash, cpu_flash_backward, cuda_flash, cuda_flash_backward
 from lowtide.ops.attention.attention_plan import Rules
+from lowtide.ops.attention.value_width import widened
 from lowtide.ops.target import target_of
 
 ENTRIES = 1 << 23
@@ -67,14 +68,18 @@ class BlockKernel(Protocol):
 
 def block_kernel(query: Tensor, value: Tensor, rules: Rules) -> BlockKernel:
     """The one that serves a call."""
-    if rules.softcap is None and query.shape[-1] == value.shape[-1]:
-        target, dim = target_of(query), query.shape[-1]
-        if target.kind == "cpu":
-            return CpuFlash()
+    dim, own = query.shape[-1], value.shape[-1]
+    found: BlockKernel | None = None
+    if rules.softcap is None and own <= dim:
+        target = target_of(query)
         half = query.dtype in (torch.float16, torch.bfloat16)
-        if target.kind == "cuda" and half and target.capability >= (8, 0) and dim % 8 == 0 and dim <= 256:
-            return CudaFlash()
-    return WrittenOut()
+        if target.kind == "cpu":
+            found = CpuFlash()
+        elif target.kind == "cuda" and half and target.capability >= (8, 0) and dim % 8 == 0 and dim <= 256:
+            found = CudaFlash()
+    if found is None:
+        return WrittenOut()
+    return found if own == dim else Widened(found)
 
 
 class CpuFlash:
@@ -107,9 +112,28 @@ class CudaFlash:
         return cuda_flash_backward(grad, query, key, value, merged.out, lse, causal, rules.scale)
 
 
+class Widened:
+    """A kernel for values as wide as keys, given narrower ones."""
+
+    def __init__(self, kernel: BlockKernel) -> None:
+        self.kernel = kernel
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, rules: Rules, *, causal: bool) -> Part:
+        found = self.kernel.forward(query, key, widened(value, key.shape[-1]), rules, causal=causal)
+        return found._replace(out=found.out[..., : value.shape[-1]])
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, merged: Part, rules: Rules, *, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, wide, out = (widened(each, key.shape[-1]) for each in (grad, value, merged.out))
+        part = merged._replace(out=out)
+        grad_query, grad_key, grad_value = self.kernel.backward(grad, query, key, wide, part, rules, causal=causal)
+        return grad_query, grad_key, grad_value[..., : value.shape[-1]]
+
+
 class WrittenOut:
-    """Scores written out for some queries at a time, at least in float32: for soft-caps, for values of another width
-    than keys, and for devices and dtypes without a kernel."""
+    """Scores written out for some queries at a time, at least in float32: for soft-caps, for values wider than keys,
+    and for devices and dtypes without a kernel."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, rules: Rules, *, causal: bool) -> Part:
         outs, lses = [], []

@@ -17,6 +17,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, Rules, gathered
+from lowtide.ops.attention.value_width import of_one_width
 from lowtide.ops.target import target_of
 from lowtide.ragged import sent
 
@@ -64,7 +65,9 @@ def why_not(query: Tensor, value: Tensor, rules: Rules) -> str | None:
     reasons = {
         "a CUDA device": target.kind == "cuda",
         "float16 or bfloat16": query.dtype in (torch.float16, torch.bfloat16),
-        "heads of one width, a multiple of 8 and at most 256": value.shape[-1] == dim and dim % 8 == 0 and dim <= 256,
+        "heads of a width that is a multiple of 8 and at most 256, and values no wider": (
+            value.shape[-1] <= dim <= 256 and dim % 8 == 0
+        ),
         "no sinks": rules.sinks is None,
         "no chunks": rules.sight.chunk is None,
         "no biases": rules.bias is None,
@@ -111,11 +114,13 @@ def why_not_flash3(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> s
     return None if flash3_kernel() else "needs flash-attn 3 (flash_attn_interface)"
 
 
+@of_one_width
 def flash2_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """As `varlen_attention`, by flash-attn 2."""
     return _flash(flash2_kernel(), query, key, value, plan, rules)
 
 
+@of_one_width
 def flash3_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """As `varlen_attention`, by flash-attn 3."""
     return _flash(flash3_kernel(), query, key, value, plan, rules)
@@ -152,6 +157,7 @@ def why_not_varlen(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> s
     return why_not(query, value, rules) or ("needs no soft-cap" if rules.softcap is not None else None)
 
 
+@of_one_width
 def torch_varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """As `varlen_attention`, by `torch.nn.attention.varlen`."""
     from torch.nn.attention.varlen import varlen_attn

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lowtide.compat.torch import cpu_flash, cpu_flash_backward
 from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, Rules, Sight, gathered, scattered
+from lowtide.ops.attention.value_width import of_one_width
 from lowtide.ops.dropout import drops_here, written_attention
 from lowtide.ops.target import target_of
 from lowtide.ragged import Segment, sent
@@ -237,6 +238,7 @@ def _mask(plan: AttentionPlan, q: range, k: range, group: Group, rules: Rules) -
     return plan.once(("mask", q, k, group.p, group.leads, sight, causal), make)
 
 
+@of_one_width
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rules: Rules) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
     written_out = rules.bias is not None or drops_here(q, rules.dropout)

@@ -1,0 +1,330 @@
+"""Linear recurrences over segments of unequal length, some of which go on from a part of another.
+
+A head's state S is a matrix [keys, values] that starts at zero, and each token t updates and reads it:
+
+    S_t = decay_t (I - beta_t k_t k_t^T) S_(t-1) + beta_t k_t v_t^T,    o_t = q_t S_t
+
+With `beta` this is the gated delta rule (arXiv 2412.06464), or Kimi's delta attention where each channel of the key has
+a decay of its own (arXiv 2510.26692). Without it, `S_t = decay_t S_(t-1) + k_t v_t^T`, it is Mamba-2 (arXiv 2405.21060)
+and lightning attention (arXiv 2401.04658).
+
+It is computed in chunks of tokens: all pairs within a chunk by matrix products, and one state from chunk to chunk. The
+chunks of all segments stand in the order in which the scan takes them: first segments without a prefix, then those that
+go on from them; the first chunks of each, then the second ones, and so on; segments of more chunks first. So a step of
+the scan is a slice, no chunk is computed for another segment's sake, and no segment waits for a longer one. A segment
+that others go on from has a chunk's end there, and they start from the state that it had.
+
+Everything is computed at least in float32, outside of autocast: a state is a sum over all tokens before.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, gathered, scattered
+from lowtide.ragged import Segment, sent
+
+CHUNK = 64
+"""Tokens of a chunk."""
+CHUNK_BY_CHANNEL = 16
+"""The same where each channel decays by itself: pairs of tokens are products of three vectors there."""
+
+
+class _Level(NamedTuple):
+    """Segments that are scanned together: those without a prefix, or those with one."""
+
+    segments: Int[Tensor, " members"]
+    """Their numbers, those of more chunks first."""
+    steps: tuple[tuple[int, int], ...]
+    """The chunks of each step of the scan, one for each segment that has so many."""
+    kept: tuple[Int[Tensor, " states"] | None, ...]
+    """After each step, the members whose state segments of the next level start from."""
+    starts: Int[Tensor, " members"] | None
+    """The state that each starts from among those that the level before kept; None where none did."""
+
+
+@dataclass(frozen=True)
+class RecurrenceLayout:
+    """Where the tokens of segments stand in chunks, and which chunks follow which."""
+
+    chunk: int
+    gather: Gather | None
+    """How tokens get to their places, [chunks * chunk] of them; None where they stand there already."""
+    real: Float[Tensor, "places 1"] | None
+    """1 where a place has a token of its own, 0 where it repeats one; None where all have."""
+    levels: tuple[_Level, ...]
+    order: Int[Tensor, " segments"]
+    """Of each segment its number in the order of the levels."""
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, chunk: int) -> RecurrenceLayout:
+        """The layout of the segments of a plan, made once for all its layers."""
+        return plan.once(("recurrence", chunk), lambda: cls._build(plan, chunk))
+
+    @classmethod
+    def _build(cls, plan: AttentionPlan, chunk: int) -> RecurrenceLayout:
+        before = [part.after(plan.segments) for part in plan.segments]
+        cuts = _cuts(plan.segments, before)
+        chunks = [_chunks(part, cut, chunk) for part, cut in zip(plan.segments, cuts, strict=True)]
+        levels: list[_Level] = []
+        order: list[int] = []
+        kept: dict[tuple[int, int], int] = {}  # (segment, tokens) -> number among the states that the level before kept
+        places = Places()
+        for after in (False, True):
+            members = [number for number, seen in enumerate(before) if (seen > 0) == after]
+            if not members:
+                continue
+            members.sort(key=lambda number: -len(chunks[number]))
+            starts = [kept[plan.segments[number].prefix, before[number]] for number in members] if after else None
+            steps, ranks = [], []
+            for step in range(len(chunks[members[0]])):
+                taken = [number for number in members if len(chunks[number]) > step]
+                first = places.count // chunk
+                for number in taken:
+                    places.put(chunks[number][step], chunk)
+                steps.append((first, first + len(taken)))
+                ends = [chunks[number][step].stop - plan.segments[number].start for number in taken]
+                wanted = [rank for rank, number in enumerate(taken) if not after and ends[rank] in cuts[number]]
+                kept |= {(taken[rank], ends[rank]): len(kept) + n for n, rank in enumerate(wanted)}
+                ranks.append(_sent(wanted, plan.device) if wanted else None)
+            held = None if starts is None else _sent(starts, plan.device)
+            levels.append(_Level(_sent(members, plan.device), tuple(steps), tuple(ranks), held))
+            order += members
+        real = None
+        if places.padded:
+            widths = [torch.arange(width) < length for _, length, width in places.spans]
+            real = sent(torch.cat(widths).float()[:, None], plan.device)
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        gather = places.gather(plan, plan.tokens)
+        return cls(chunk, gather, real, tuple(levels), _sent(inverse, plan.device))
+
+
+def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return sent(torch.tensor(numbers, dtype=torch.long), device)
+
+
+def _cuts(segments: Sequence[Segment], before: Sequence[int]) -> list[set[int]]:
+    """Of each segment after how many tokens others go on from it."""
+    cuts: list[set[int]] = [set() for _ in segments]
+    for part, seen in zip(segments, before, strict=True):
+        if seen > 0:
+            assert before[part.prefix] == 0, "a prefix has no prefix of its own"
+            cuts[part.prefix].add(seen)
+    return cuts
+
+
+def _chunks(part: Segment, cuts: set[int], chunk: int) -> list[Segment]:
+    """The chunks of a segment, of which one ends at each cut."""
+    bounds = sorted({0, part.length, *cuts})
+    starts = [start for low, high in itertools.pairwise(bounds) for start in range(low, high, chunk)]
+    stops = [*starts[1:], part.length]
+    return [Segment(part.start + low, part.start + high, -1, 0, 0, 0) for low, high in zip(starts, stops, strict=False)]
+
+
+class _Factors(NamedTuple):
+    """What the scan needs of all chunks, [chunks, heads, chunk, ..]."""
+
+    query: Tensor
+    """What reads a state."""
+    key: Tensor
+    """What reads the part of a state that a token replaces; read with `beta` alone."""
+    written: Tensor
+    """The keys by which values are written to the state after the chunk."""
+    fade: Tensor | float
+    """Factor of what is read, for each token."""
+    late: Tensor | float
+    """Factor of what is written, for each token."""
+    whole: Tensor
+    """Factor of the state over the chunk."""
+    within: Tensor
+    """[chunks, heads, chunk, chunk]: what each token gathers from the values of each in its chunk."""
+    overlap: Tensor | None
+    """The same of a key with those before it; None without `beta`. Only what is below the diagonal counts."""
+
+
+def linear_recurrence(
+    query: Float[Tensor, "tokens key_heads keys"],
+    key: Float[Tensor, "tokens key_heads keys"],
+    value: Float[Tensor, "tokens heads values"],
+    log_decay: Float[Tensor, "tokens heads *channels"],
+    beta: Float[Tensor, "tokens heads"] | None,
+    layout: RecurrenceLayout,
+    initial: Float[Tensor, "segments heads keys values"] | None = None,
+    *,
+    final: bool = False,
+) -> tuple[Float[Tensor, "tokens heads values"], Float[Tensor, "segments heads keys values"] | None]:
+    """What each token reads off its state, and the states after the segments.
+
+    Args:
+        query: `heads` is a multiple of `key_heads`, each of which serves neighbouring heads.
+        log_decay: logarithms of the factors of the state, at most 0: of each head, or of each channel of its keys
+            (then there are as many key heads as heads).
+        beta: how much of what is stored under a key its value replaces; None adds values to what is there.
+        initial: the states that segments without a prefix start from; zero if None.
+        final: whether the states after the segments are returned.
+
+    Returns:
+        In the order of the tokens, at least in float32; and the states, or None.
+    """
+    dtype = torch.promote_types(value.dtype, torch.float32)
+
+    def lay(x: Tensor, *, masked: bool = False) -> Tensor:
+        """[tokens, heads, width] to [chunks, heads, chunk, width]; what repeats a token is zero if masked."""
+        x = gathered(x.to(dtype), layout.gather)
+        if masked and layout.real is not None:
+            x = x * layout.real.to(dtype)[..., None]
+        return x.view(-1, layout.chunk, *x.shape[1:]).transpose(1, 2)
+
+    with torch.autocast(value.device.type, enabled=False):
+        # A key of zero writes nothing, and a decay of one forgets nothing: no more has to be masked.
+        q, k, v = lay(query), lay(key, masked=True), lay(value)
+        rate = None if beta is None else lay(beta[..., None])
+        if log_decay.ndim == 3:
+            factors = _by_channel(q, k, lay(log_decay, masked=True), rate)
+        else:
+            factors = _by_head(q, k, lay(log_decay[..., None], masked=True)[..., 0], rate)
+        start = None if initial is None else initial.to(dtype)
+        outs, finals = _scan(factors, v, rate, layout, start, final)
+        out = torch.cat(outs).transpose(1, 2).contiguous().flatten(0, 1)
+    return scattered(out, layout.gather), finals
+
+
+def _by_head(query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None) -> _Factors:
+    """Of one decay a head, [chunks, heads, chunk]."""
+    total, shared = log_decay.cumsum(-1), log_decay.shape[1] // key.shape[1]
+    ahead = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(ahead, float("-inf")).exp()
+
+    def products(x: Tensor) -> Tensor:
+        each = x @ key.transpose(-1, -2)
+        return (each if shared == 1 else each.repeat_interleave(shared, 1)) * decay
+
+    return _Factors(
+        query=query,
+        key=key,
+        written=key,
+        fade=total.exp()[..., None],
+        late=(total[..., -1:] - total).exp()[..., None],
+        whole=total[..., -1].exp()[..., None, None],
+        within=products(query),
+        overlap=None if rate is None else products(key) * rate,
+    )
+
+
+def _by_channel(query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None) -> _Factors:
+    """Of a decay for each channel of the keys, [chunks, heads, chunk, keys]."""
+    total = log_decay.cumsum(-2)
+    faded = total.exp()
+    return _Factors(
+        query=query * faded,
+        key=key * faded,
+        written=key * (total[..., -1:, :] - total).exp(),
+        fade=1.0,
+        late=1.0,
+        whole=faded[..., -1, :, None],
+        within=_PairProducts.apply(query, key, total),
+        overlap=None if rate is None else _PairProducts.apply(key * rate, key, total),
+    )
+
+
+def _scan(
+    factors: _Factors, value: Tensor, rate: Tensor | None, layout: RecurrenceLayout, initial: Tensor | None, final: bool
+) -> tuple[list[Tensor], Tensor | None]:
+    """What the tokens of each step read, and the states after the segments."""
+    inverse = None
+    if factors.overlap is not None:
+        eye = torch.eye(layout.chunk, dtype=value.dtype, device=value.device).expand_as(factors.overlap)
+        inverse = torch.linalg.solve_triangular(factors.overlap, eye, upper=False, unitriangular=True)
+    outs: list[Tensor] = []
+    kept: list[Tensor] = []
+    finals: list[Tensor] = []
+    for level in layout.levels:
+        if level.starts is not None:
+            state = torch.cat(kept).index_select(0, level.starts)
+        else:
+            state = None if initial is None else initial.index_select(0, level.segments)
+        ended: list[Tensor] = []
+        for (start, stop), wanted in zip(level.steps, level.kept, strict=True):
+            count, chunks = stop - start, slice(start, stop)
+            if state is not None and state.shape[0] > count:
+                ended.append(state[count:])
+                state = state[:count]
+            out, state = _step(factors, value, rate, inverse, chunks, state)
+            outs.append(out)
+            if wanted is not None:
+                kept.append(state.index_select(0, wanted))
+        if final:
+            assert state is not None, "a batch has tokens"
+            finals += [state, *reversed(ended)]
+    return outs, torch.cat(finals).index_select(0, layout.order) if final else None
+
+
+def _step(
+    factors: _Factors, value: Tensor, rate: Tensor | None, inverse: Tensor | None, chunks: slice, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What the tokens of some chunks read, and the states after these; without a state before them it is zero."""
+
+    def of(factor: Tensor | float) -> Tensor | float:
+        return factor[chunks] if isinstance(factor, Tensor) else factor
+
+    new = value[chunks]
+    if rate is not None and inverse is not None:
+        there = 0.0 if state is None else of(factors.fade) * _read(factors.key[chunks], state)
+        new = inverse[chunks] @ (rate[chunks] * (new - there))
+    out = factors.within[chunks] @ new
+    if state is not None:
+        out = out + of(factors.fade) * _read(factors.query[chunks], state)
+    added = _written(factors.written[chunks], new * of(factors.late))
+    return out, added if state is None else state * factors.whole[chunks] + added
+
+
+def _read(x: Tensor, state: Tensor) -> Tensor:
+    """[chunks, key_heads, chunk, keys] and [chunks, heads, keys, values] to [chunks, heads, chunk, values]."""
+    own = state.unflatten(1, (x.shape[1], -1))
+    return (x[:, :, None] @ own).flatten(1, 2)
+
+
+def _written(key: Tensor, value: Tensor) -> Tensor:
+    """[chunks, key_heads, chunk, keys] and [chunks, heads, chunk, values] to [chunks, heads, keys, values]."""
+    own = value.unflatten(1, (key.shape[1], -1))
+    return (key.transpose(-1, -2)[:, :, None] @ own).flatten(1, 2)
+
+
+class _PairProducts(torch.autograd.Function):
+    """`sum over channels of x_i k_j exp(total_i - total_j)` for j <= i, [.., chunk, keys] to [.., chunk, chunk].
+
+    The exponents are differences that are at most 0: of `exp(total_i)` and `exp(-total_j)` apart the second would
+    overflow. Pairs are formed anew in backward, for one j at a time: kept, they would be `chunk` times the keys.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(x, key, total)
+        chunk = x.shape[-2]
+        out = x.new_zeros(*x.shape[:-1], chunk)
+        for j in range(chunk):
+            later = slice(j, None)
+            faded = key[..., j : j + 1, :] * (total[..., later, :] - total[..., j : j + 1, :]).exp()
+            out[..., later, j] = (x[..., later, :] * faded).sum(-1)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (grad,) = grads
+        x, key, total = ctx.saved_tensors
+        of_x, of_key = torch.zeros_like(x), torch.zeros_like(key)
+        for j in range(x.shape[-2]):
+            later = slice(j, None)
+            faded = grad[..., later, j, None] * (total[..., later, :] - total[..., j : j + 1, :]).exp()
+            of_x[..., later, :] += faded * key[..., j : j + 1, :]
+            of_key[..., j, :] = (faded * x[..., later, :]).sum(-2)
+        return of_x, of_key, x * of_x - key * of_key

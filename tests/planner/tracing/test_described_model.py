@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, BambaConfig, LlamaConfig
 
 from lowtide.planner.tracing import described_model
 from lowtide.planner.tracing.described_model import DescribedModel, config_of_model
@@ -61,3 +61,16 @@ def test_a_described_model_ties_its_head_as_its_config_says(tied):
     for made in (described.of_layers(1), described.on_meta(1)):
         model: Any = made
         assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) is tied
+
+
+def test_layers_that_a_config_counts_by_itself_are_as_many_as_asked_for():
+    """Bamba's kinds of layers follow from where attention is, and cannot be set."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    states = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "num_key_value_heads": 2}
+    config = BambaConfig(**sizes, **states, num_hidden_layers=6, attn_layer_indices=[1])
+    model: Any = DescribedModel(config, torch.float32).on_meta(3)
+    assert [layer.block_type for layer in model.model.layers] == [
+        "linear_attention",
+        "full_attention",
+        "linear_attention",
+    ]

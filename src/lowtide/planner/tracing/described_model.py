@@ -171,8 +171,9 @@ class DescribedModel:
         text = config.get_text_config()
         text.num_hidden_layers = layers
         for name in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-            if isinstance(getattr(text, name, None), list):
-                setattr(text, name, getattr(text, name)[:layers])
+            kept = getattr(text, name, None)
+            if isinstance(kept, list) and len(kept) > layers:  # a config may count those of its own layers by itself
+                setattr(text, name, kept[:layers])
         for name, value in self.head.config_values.items():
             setattr(config, name, value)
         check_type(self.head, config, config.name_or_path or config.model_type)

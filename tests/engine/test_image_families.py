@@ -35,8 +35,6 @@ from tests.support.models.vision_families import (
 
 BOTH_DIRECTIONS = {"gemma3", "gemma4_vision", "shieldgemma2"}
 """Families whose image tokens attend to each other in both directions: they run padded."""
-RECURRENT = {"qwen3_5", "qwen3_5_moe", "glm5_next", "lfm3_vl"}
-"""Families whose layers see other segments, with text alone too: they run padded."""
 OWN_MASK = {"dots3_note", "inkling2", "mistral_large4", "qwen4_exp"}
 """Families whose layers read a mask of their own, or biases for each two tokens: they run padded too."""
 UNKNOWN_TOWER = {"blip", "fuyu", "gemma4_unified", "kosmos-2", "mllama", "pix2struct", "pp_formulanet", "video_llava"}
@@ -105,7 +103,7 @@ def test_a_family_has_the_numbers_of_its_own_forward(name: str) -> None:
     proof = ImageProof(model, rows)
     install(model)
     reason = proof.why_not_ragged(model)
-    assert (reason is None) == (name not in BOTH_DIRECTIONS | RECURRENT | OWN_MASK), reason
+    assert (reason is None) == (name not in BOTH_DIRECTIONS | OWN_MASK), reason
     assert (reason == BOTH_WAYS) == (name in BOTH_DIRECTIONS)
     for padding_free in [True, False] if reason is None else [False]:
         install(model, padding_free=padding_free)

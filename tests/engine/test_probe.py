@@ -18,8 +18,11 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from lowtide.engine import forward
 from lowtide.engine.forward import install, score
+from lowtide.engine.layers import mixers
 from lowtide.engine.probe import probe
+from lowtide.ops import recurrence
 from lowtide.ragged import RaggedBatch
+from tests.support.models import architectures
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -37,7 +40,23 @@ def test_a_transformer_is_isolated_and_shares_prefixes():
     assert found.head_error < 1e-5
 
 
-def test_a_recurrent_model_is_not_isolated_and_runs_padded():
+def test_recurrent_layers_that_are_not_given_the_plan_are_found_out(monkeypatch):
+    model = architectures.build("bamba")
+    assert probe(model).isolated
+    monkeypatch.setattr(mixers, "_forward", lambda layer, *args, **given: type(layer).forward(layer, *args, **given))
+    found = probe(model)
+    assert not found.attends
+    assert not found.isolated
+
+
+def test_a_recurrence_that_forgets_its_state_between_chunks_is_found_out(monkeypatch):
+    """The probe's rows are shorter than the chunks of real runs."""
+    model, step = architectures.build("qwen3_5"), recurrence._step
+    monkeypatch.setattr(recurrence, "_step", lambda *given: step(*given[:-1], None))
+    assert not probe(model).isolated
+
+
+def test_a_recurrent_model_whose_scan_is_not_known_runs_padded():
     model = build(MambaConfig(**SIZES, state_size=4))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from tests.support.marks import slow_but
-from tests.support.models.architectures import FIRST_TOKEN, PADDED, RAGGED, TYPICAL_OF_ALL, VOCAB, build, tiny_config
+from tests.support.models.architectures import (
+    FIRST_TOKEN,
+    PADDED,
+    RAGGED,
+    RECURRENT,
+    TYPICAL_OF_ALL,
+    VOCAB,
+    build,
+    tiny_config,
+)
 from tests.support.references.reference import gradient_errors, gradients, reference_logprobs
 
 ROUNDING = 2e-5
@@ -20,7 +29,10 @@ NEUTRAL = {
 """Values under which a setting does nothing on rows as short as these."""
 
 SETTINGS = [
-    (name, setting) for name, (_, settings) in (RAGGED | PADDED).items() for setting in NEUTRAL if setting in settings
+    (name, setting)
+    for name, (_, settings) in (RAGGED | RECURRENT | PADDED).items()
+    for setting in NEUTRAL
+    if setting in settings
 ]
 
 
@@ -30,7 +42,7 @@ def rows() -> list[list[int]]:
     return [torch.randint(FIRST_TOKEN, VOCAB, (length,), generator=generator).tolist() for length in (13, 2, 9, 17, 1)]
 
 
-@pytest.mark.parametrize("name", slow_but(TYPICAL_OF_ALL, RAGGED | PADDED))
+@pytest.mark.parametrize("name", slow_but(TYPICAL_OF_ALL, RAGGED | RECURRENT | PADDED))
 def test_rows_in_a_padded_batch_equal_the_same_rows_alone(name: str, rows: list[list[int]]):
     model = build(name)
 
@@ -52,7 +64,7 @@ def test_settings_change_the_numbers(name: str, setting: str, rows: list[list[in
     assert (got - without).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("name", RAGGED | PADDED)
+@pytest.mark.parametrize("name", RAGGED | RECURRENT | PADDED)
 def test_every_parameter_takes_part(name: str, rows: list[list[int]]):
     model = build(name)
     loss = torch.cat(reference_logprobs(model, rows)).square().sum()

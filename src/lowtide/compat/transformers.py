@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -489,3 +490,33 @@ USED = {
 def made_own_schedule(trainer: Any) -> bool:
     """Whether the Trainer made the learning-rate schedule, and it was not passed."""
     return trainer._created_lr_scheduler
+
+
+# -- layers that carry a state --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def rebound_forward(
+    kind: type[nn.Module], functions: tuple[tuple[str, Callable[..., Any]], ...]
+) -> Callable[..., Any] | None:
+    """A class's own forward, for which some functions of its module are others; the module stays as it is.
+
+    Recurrent layers of transformers call what mixes tokens by functions of their file, to which they pass the keyword
+    arguments that they do not know (5.18 to 5.23). Decorators around the forward are left out: they fire accelerate's
+    hooks of weights that wait elsewhere.
+
+    Args:
+        functions: each with the name that the forward calls it by.
+
+    Returns:
+        None where the forward calls none of them.
+    """
+    own = inspect.unwrap(kind.forward)
+    called = {name: function for name, function in functions if name in own.__code__.co_names}
+    if not called:
+        return None
+    rebound = types.FunctionType(
+        own.__code__, {**own.__globals__, **called}, own.__name__, own.__defaults__, own.__closure__
+    )
+    rebound.__kwdefaults__ = own.__kwdefaults__
+    return rebound

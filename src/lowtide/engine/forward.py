@@ -28,10 +28,10 @@ from lowtide.engine.heads.install import install_head
 from lowtide.engine.heads.next_token import READ, NextToken
 from lowtide.engine.images import image_inputs, shown_images
 from lowtide.engine.layers.adapter_inputs import install_adapter_inputs
-from lowtide.engine.layers.convolution import install_convolution
 from lowtide.engine.layers.dropout import install_dropout
 from lowtide.engine.layers.embedding import install_embedding
 from lowtide.engine.layers.linear import install_linear
+from lowtide.engine.layers.mixers import install_mixers
 from lowtide.engine.layers.noise import noisy_embeddings
 from lowtide.engine.layers.rotary import Run, install_rotary, rows_of
 from lowtide.engine.over_ranks.stage import stage_of
@@ -131,7 +131,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
         if isinstance(tower, PreTrainedModel):
             set_attention(tower.config, PACKED)
         vars(inner)[FIRST_POSITION] = first_position(inner)
-        install_convolution(inner)
+        install_mixers(inner)
         if inner.config.is_encoder_decoder:
             install_pairs(inner)
     if (other := model_beside(inner)) is not None:

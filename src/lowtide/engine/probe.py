@@ -35,6 +35,7 @@ from lowtide.engine.forward import (
 )
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores
+from lowtide.engine.layers.mixers import chunks_of, mixers, observed_mixers
 from lowtide.engine.over_ranks.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
@@ -50,6 +51,8 @@ EXACT_ON_CPU = 1e-4
 of `tests/exactness` it is 7e-7; positions that run on through a batch show as 1e-3 under small weights."""
 LONG = 9
 """Tokens above which the probe's rows count as long for rotary embeddings that depend on it: some of them are."""
+CHUNK = 4
+"""Tokens of a recurrence's chunk in the probe: its rows have several."""
 SHORT = 7
 """The same where ranks split two rows."""
 LEAK = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -72,7 +75,8 @@ class Probe:
     tolerance: float
     leak_tolerance: float
     attends: bool = True
-    """Whether some of its layers attend by the engine's attention, which alone knows of segments."""
+    """Whether some of its layers attend by the engine's attention, or mix tokens by its recurrences, which alone know
+    of segments; of the latter, whether all do."""
     error: Exception | None = None
     """What the model raised when it was given segments laid end to end; the three errors of segments are then inf."""
 
@@ -118,7 +122,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         second, more = [*second, padding], [*more, padding]
     batches = _batches(head.score_rule(inner), first, second, more)
     plain, shared, changed = (batch.to(weight.device) for batch in batches)
-    with inference(model), rotary_limits_lowered(inner, LONG):
+    with inference(model), rotary_limits_lowered(inner, LONG), chunks_of(CHUNK):
         with whole_vocabulary(model):
             expected = _dense(model, head, plain)
         install(model, padding_free=False)
@@ -137,11 +141,10 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         rounded = _has_experts(inner) or bool(head.distances(beside, padded[after:]).max() > 0)
         leak_tolerance = LEAK.get(weight.dtype, LEAK[torch.bfloat16]) if rounded else 0.0
         install(model)
-        failure: Exception | None = None
-        backends = set[str]()
+        failure, backends, ran = None, set[str](), set[nn.Module]()
         try:
             _check_sees_all(inner)
-            with observed_backends() as backends:
+            with observed_backends() as backends, observed_mixers() as ran:
                 laid_out = score(model, plain).scored
             ragged_error = head.distances(laid_out, expected).mean().item()
             leak = head.distances(score(model, changed).scored[after:], laid_out[after:]).max().item()
@@ -153,8 +156,9 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         except (TypeError, ValueError, RuntimeError) as error:  # a model that cannot take the ragged inputs, or worse
             traceback.clear_frames(error.__traceback__)  # they hold the tensors of the forward
             ragged_error, leak, prefix_error, failure = math.inf, math.inf, math.inf, error
-    limits = _of_segments(tolerance, inner, weight), leak_tolerance
-    found = Probe(head_error, ragged_error, leak, prefix_error, *limits, bool(backends), failure)
+    limits = (_of_segments(tolerance, inner, weight), leak_tolerance)
+    attends = bool(backends or ran) and ran.issuperset(mixers(inner))
+    found = Probe(head_error, ragged_error, leak, prefix_error, *limits, attends, failure)
     return found.joined(_of_other(model, ragged))
 
 

@@ -336,7 +336,7 @@ def refusals(rank: int, rendezvous: str) -> None:
     install(padded)
     assert split_over(padded, together) == "heads do not divide by 2 ranks: 3 attention heads are computed as 4"
     for model, padding_free, reason in (
-        (architectures.build("lfm2"), True, "model type lfm2 cannot split .* short convolutions need the tokens"),
+        (architectures.build("lfm2"), True, "model type lfm2 cannot split .* or short convolutions need the tokens"),
         (build(), False, "model type llama cannot split sequences over ranks, since it runs padded"),
     ):
         install(model, padding_free=padding_free)

@@ -8,7 +8,7 @@ from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.generators.support import why_not
 from lowtide.rollout.generators.transformers import TransformersGenerator
 from tests.support.marks import slow_but
-from tests.support.models.architectures import PADDED, RAGGED, TYPICAL
+from tests.support.models.architectures import PADDED, RAGGED, RECURRENT, TYPICAL
 from tests.support.runs.generating import scored, some_requests, token_ids, writer, written_logprobs
 
 SERVED = [name for name in RAGGED if name != "lfm2"]
@@ -58,7 +58,7 @@ def test_a_reply_is_computed_after_what_is_held(name: str):
     assert (written_logprobs(got)[~wrote] == 0).all()
 
 
-@pytest.mark.parametrize("name", slow_but(["lfm2", "bloom", "mamba"], ["lfm2", *PADDED]))
+@pytest.mark.parametrize("name", slow_but(["lfm2", "bloom", "mamba"], ["lfm2", *RECURRENT, *PADDED]))
 def test_what_cannot_be_served_is_told(name: str):
     model = writer(name, dtype=torch.float32)
 
@@ -70,8 +70,8 @@ def test_what_cannot_be_served_is_told(name: str):
 
 
 def test_a_state_beside_the_keys_is_found_on_the_model_itself(monkeypatch: pytest.MonkeyPatch):
-    """Short convolutions under a name that nobody knows."""
-    monkeypatch.setattr("lowtide.engine.layers.convolution.FAMILIES", set())
+    """Short convolutions of a form that nobody knows."""
+    monkeypatch.setattr("lowtide.rollout.generators.support.mixers", lambda model: [])
     model = writer("lfm2", dtype=torch.float32)
     model.config.layer_types = ["full_attention", "full_attention"]
 

@@ -6,9 +6,9 @@ segments, caps low enough to bend the logits, and initial weights large enough f
 uniform. The settings follow the released checkpoints where they turn a feature on that the config's default
 leaves off.
 
-`RAGGED` lists what runs without padding. `PADDED` lists what cannot: models that build their own attention, and
-models that carry a state from token to token. An entry is the model type and what differs from
-`COMMON`; the name is the model type, or the model type and a variant.
+`RAGGED` lists what runs without padding, `RECURRENT` those of them whose layers carry a state from token to token.
+`PADDED` lists what cannot: models that build their own attention, and some that carry a state. An entry is the model
+type and what differs from `COMMON`; the name is the model type, or the model type and a variant.
 """
 
 from typing import Any
@@ -192,37 +192,100 @@ MAMBA2 = {
     "mamba_chunk_size": 8,
 }
 
-PADDED: dict[str, tuple[str, dict[str, Any]]] = {
-    "bloom": ("bloom", {"hidden_dropout": 0.0}),
-    "falcon": ("falcon", {"hidden_dropout": 0.0}),
-    "mamba": ("mamba", {"state_size": 8}),
+DELTA_RULE = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1]}),
     "falcon_h1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8}),
-    "minimax": ("minimax", {"num_local_experts": 4, "head_dim": 8, "block_size": 8}),
-    "qwen3_next": (
-        "qwen3_next",
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            **MAMBA2,
+            **MULTIPLIERS,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "kimi_linear": (
+        "kimi_linear",
         {
             **EXPERTS,
-            "head_dim": 8,
             "layer_types": ["linear_attention", "full_attention"],
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "shared_expert_intermediate_size": 16,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+        },
+    ),
+    "lfm2_moe": ("lfm2_moe", {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
+    "lfm3": ("lfm3", {"layer_types": ["conv", "full_attention"], "head_dim": 8}),
+    "mamba2": ("mamba2", {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 8}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "ssm_state_size": 8,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "olmo_hybrid": ("olmo_hybrid", {**DELTA_RULE, "linear_num_value_heads": 2}),
+    "qwen3_5": ("qwen3_5_text", DELTA_RULE),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 16}),
+    "qwen3_next": ("qwen3_next", {**DELTA_RULE, **EXPERTS, "shared_expert_intermediate_size": 16}),
+    "zamba2": (
+        "zamba2",
+        {
+            "layers_block_type": ["mamba", "hybrid", "mamba"],
+            "num_hidden_layers": 3,
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_headdim": 16,
+            "chunk_size": 8,
+            "num_key_value_heads": 4,
+            "adapter_rank": 4,
         },
     ),
 }
 
+PADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom", {"hidden_dropout": 0.0}),
+    "falcon": ("falcon", {"hidden_dropout": 0.0}),
+    "mamba": ("mamba", {"state_size": 8}),
+    "minimax": ("minimax", {"num_local_experts": 4, "head_dim": 8, "block_size": 8}),
+}
+
+TYPICAL_RECURRENT = ("bamba", "qwen3_5")
+"""Those of `RECURRENT` whose tests are fast."""
 TYPICAL = ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt2", "gpt_oss")
 """Those of `RAGGED` that differ most; tests of the others are slow."""
 TYPICAL_OF_ALL = (*TYPICAL, "bloom", "mamba")
-"""The same of both tables."""
+"""The same of `RAGGED` and `PADDED`."""
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The config of one entry of `RAGGED` or `PADDED`, with `changes` on top."""
-    model_type, settings = (RAGGED | PADDED)[name]
+    """The config of one entry of `RAGGED`, `RECURRENT` or `PADDED`, with `changes` on top."""
+    model_type, settings = (RAGGED | RECURRENT | PADDED)[name]
     return AutoConfig.for_model(model_type, **{**COMMON, **settings, **changes})
 
 

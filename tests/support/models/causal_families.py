@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.support.models.architectures import COMMON, MAMBA2, PADDED, RAGGED, VOCAB, randomize
+from tests.support.models.architectures import COMMON, MAMBA2, PADDED, RAGGED, RECURRENT, VOCAB, randomize
 
 LISTED = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LONGEST = 512
@@ -92,11 +92,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 48},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 6},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
-    "kimi_linear": {**_LATENT, "num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "hy_v4": _DSA,
     "inkling2_text": {
         "swa_num_key_value_heads": 2,
@@ -112,11 +109,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "zero_expert_num": 2,
         "moe_topk": 2,
     },
-    "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "minimax_m3_vl_text": {
         **{"layer_types": ["minimax_m3_sparse", "full_attention"], "index_block_size": 4, "index_topk_blocks": 2},
     },
-    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8},
     "reformer": {
         **{"axial_pos_embds": False, "attention_head_size": 8, "feed_forward_size": 48, "num_buckets": 4},
         **{"attn_layers": ["local", "lsh"], "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "hash_seed": 0},
@@ -131,15 +126,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"n_mamba_heads": 2, "mamba_d_state": 8, "use_mamba_kernels": False},
         **{"num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16},
     },
-    "zamba2": {
-        **{"num_hidden_layers": 3, "layers_block_type": ["hybrid", "mamba", "hybrid"]},
-        **{"n_mamba_heads": 4, "mamba_d_state": 8, "chunk_size": 8},
-        **{"num_key_value_heads": 4, "use_mamba_kernels": False, "adapter_rank": 4},
-    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 8},
 }
 """What differs from `SIZES` in a family."""
-WHOLE = dict(reversed([*RAGGED.values(), *PADDED.values()]))
+WHOLE = dict(reversed([*RAGGED.values(), *RECURRENT.values(), *PADDED.values()]))
 """What differs from `COMMON` in the families of `tests.support.models.architectures`."""
 
 

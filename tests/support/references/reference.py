@@ -24,7 +24,7 @@ def reference_logprobs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) ->
     input_ids = torch.tensor([[*row, *[PAD] * (longest - len(row))] for row in rows])
     attention_mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-    logprobs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
+    logprobs = torch.log_softmax(logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
     logprobs = logprobs.gather(-1, input_ids[:, 1:, None])[..., 0]
     return [logprobs[i, : len(row) - 1] for i, row in enumerate(rows)]
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.attention import NAME
 from lowtide.engine.forward import SPLIT_OVER, causal_model
-from lowtide.engine.layers.convolution import FAMILIES
+from lowtide.engine.layers.mixers import mixers
 from lowtide.engine.probe import probe_split
 from lowtide.ranks.sequence import SequenceParallel
 
@@ -57,11 +57,10 @@ def split_traced(model: nn.Module, sequence: SequenceParallel) -> None:
 
 def why_not_split(model: PreTrainedModel) -> str | None:
     """What keeps a model's tokens from being split over ranks, as a clause; None if nothing is known to."""
-    config = model.config.get_text_config()
     if attention_implementation(model.config) != NAME:
         return "it runs padded, and sequences are split in the attention that runs without padding"
-    if config.model_type in FAMILIES:
-        return "its short convolutions need the tokens before each, which may be another rank's"
+    if mixers(model):
+        return "its recurrent layers or short convolutions need the tokens before each, which may be another rank's"
     return None
 
 

@@ -115,20 +115,6 @@ class AttentionPlan:
             self._memory[key] = make()
         return self._memory[key]  # type: ignore[return-value]
 
-    def tokens_back(self, distance: int) -> Int[Tensor, " tokens"]:
-        """The token so many places before each in its segment or the prefix of it, -1 where there is none."""
-        return self.once(("back", distance), lambda: self._tokens_back(distance))
-
-    def _tokens_back(self, distance: int) -> Tensor:
-        source = torch.arange(self.tokens) - distance
-        for part in self.segments:
-            before = self.before(part)
-            for token in range(part.start, min(part.start + distance, part.stop)):
-                beyond = distance - (token - part.start)
-                inside = before is not None and beyond <= before.length
-                source[token] = before.stop - beyond if before is not None and inside else -1
-        return sent(source, self.device)
-
 
 # -- moving tokens -----------------------------------------------------------------------------------------------
 

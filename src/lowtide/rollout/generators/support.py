@@ -13,7 +13,7 @@ from lowtide.engine.attention import NAME
 from lowtide.engine.forward import COMPUTED_IN, causal_model, embedding_weight, inference, read_next, vocabulary
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.engine.layers import convolution
+from lowtide.engine.layers.mixers import mixers
 from lowtide.engine.layers.rotary import kinds_by_length
 from lowtide.engine.probe import TOLERANCE
 from lowtide.engine.virtual_tokens import prompt_config
@@ -55,8 +55,8 @@ def why_not_described(model: nn.Module) -> str | None:
         return "has virtual tokens before each prompt, which PEFT adds to padded rows"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "attends to another sequence than its own"
-    if config.model_type in convolution.FAMILIES:
-        return "has short convolutions, whose last inputs would have to be held as well"
+    if mixers(inner):
+        return "has recurrent layers or short convolutions, whose states would have to be held as well"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if others:
         return f"has layers of another kind than attention: {', '.join(others)}"

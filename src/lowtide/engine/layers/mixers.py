@@ -1,0 +1,182 @@
+"""Recurrent layers and short convolutions that stay inside their segment, and go on from its prefix.
+
+transformers' own run over the whole row of tokens, so that a segment would go on from the one before. They all have
+one form: a forward around a few functions of their file that mix tokens (`causal_conv1d_fn`, `mamba2_chunk_scan`,
+`torch_chunk_gated_delta_rule`, `chunk_kimi_delta_attention`). With a plan, that same forward is run with functions that
+know segments in their place (`ops.recurrence`, `ops.convolution`); the plan travels to them as a keyword argument. Only
+the instances of a model are changed: the family's module and classes stay as they are, and without a plan the forward
+is their class's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from lowtide.compat.transformers import rebound_forward
+from lowtide.engine.encoder_decoder import PLAN
+from lowtide.ops.attention.attention_plan import AttentionPlan, Sight
+from lowtide.ops.attention.chained_attention import joined
+from lowtide.ops.convolution import causal_convolution
+from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, RecurrenceLayout, linear_recurrence
+
+LAYER = "lowtide_layer"
+"""The keyword argument that tells the functions below which layer calls them."""
+HELD = ("cache_params", "past_key_values", "attention_mask")
+"""What a layer's forward is not given beside a plan: states that it would go on from, and what is padding."""
+
+_longest: ContextVar[int] = ContextVar("longest", default=CHUNK)
+_ran: ContextVar[set[nn.Module] | None] = ContextVar("ran", default=None)
+
+
+def install_mixers(model: nn.Module) -> None:
+    """Gives the layers of a model that mix tokens otherwise than by attention a forward that knows segments."""
+    for module in mixers(model):
+        module.forward = types.MethodType(_forward, module)
+
+
+def mixers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model that mix tokens by functions that are known here, prepared or not."""
+    return [module for module in model.modules() if rebound_forward(type(module), FUNCTIONS) is not None]
+
+
+def carries_states(model: nn.Module) -> bool:
+    """Whether layers of a model carry a state over all tokens, and not only read the last few."""
+    return any(rebound_forward(type(module), RECURRENCES) is not None for module in model.modules())
+
+
+@contextlib.contextmanager
+def chunks_of(tokens: int) -> Iterator[None]:
+    """While it lasts, recurrences are computed in chunks of at most so many tokens, so that short rows have several."""
+    token = _longest.set(tokens)
+    try:
+        yield
+    finally:
+        _longest.reset(token)
+
+
+@contextlib.contextmanager
+def observed_mixers() -> Iterator[set[nn.Module]]:
+    """Collects the layers that ran by a plan while the context lasts."""
+    ran: set[nn.Module] = set()
+    token = _ran.set(ran)
+    try:
+        yield ran
+    finally:
+        _ran.reset(token)
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the forward of the layer's class computes, within the segments of the plan."""
+    plan = kwargs.get(PLAN)
+    if plan is None:
+        return type(self).forward(self, *args, **kwargs)
+    if not isinstance(plan, AttentionPlan):
+        raise ValueError("its layers carry a state that is handed on neither between ranks nor from token to token")
+    if (ran := _ran.get()) is not None:
+        ran.add(self)
+    function = rebound_forward(type(self), FUNCTIONS)
+    assert function is not None
+    return function(self, *args, **{**kwargs, **{name: None for name in HELD if name in kwargs}, LAYER: self})
+
+
+# -- what the forwards call instead of transformers' functions; tensors have a batch dimension of 1 -------------------
+
+
+def _convolution(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **given: Any,
+) -> Tensor:
+    """`causal_conv1d_fn`: [1, channels, tokens] to the same."""
+    plan: AttentionPlan = given[PLAN]
+    x = hidden_states[0].T.to(weight.dtype)
+    if plan.piece is not None:
+        (x,), plan = joined((given[LAYER], "taps"), (x,), plan, Sight(window=weight.shape[1]))
+    out = causal_convolution(x, weight, plan)
+    out = out if bias is None else out + bias
+    out = out if activation is None else ACT2FN[activation](out)
+    return out.to(hidden_states.dtype).T[None]
+
+
+def _delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: [1, tokens, heads, width] each."""
+    q, k = _wide(query[0]), _wide(key[0])
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    out = _recurrence(given, q * q.shape[-1] ** -0.5, k, value[0], g[0], beta[0])
+    return out.to(query.dtype)[None], None
+
+
+def _chunk_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    **given: Any,
+) -> Tensor:
+    """`mamba2_chunk_scan`: [1, tokens, heads, width] to the same, at least in float32."""
+    x, dt, skip = _wide(hidden_states[0]), _time_steps(dt[0], **given), given["D"]
+    out = _recurrence(given, C[0], B[0], x * dt[..., None], A * dt, None)
+    return (out if skip is None else out + skip[:, None] * x)[None]
+
+
+def _time_steps(
+    dt: Tensor,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    return _wide(torch.clamp(F.softplus(dt) if dt_softplus else dt, *dt_limit))
+
+
+def _not_fused(*_: Any, **__: Any) -> None:
+    """`mamba2_split_conv1d_scan_combined`, which a forward does without where it returns nothing."""
+
+
+def _recurrence(
+    given: Mapping[str, Any], query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+) -> Tensor:
+    """[tokens, heads, width] each, in the layout of the plan."""
+    plan: AttentionPlan = given[PLAN]
+    chunk = CHUNK_BY_CHANNEL if log_decay.ndim == 3 else CHUNK
+    layout = RecurrenceLayout.of(plan, min(chunk, _longest.get()))
+    return linear_recurrence(query, key, value, log_decay, beta, layout)[0]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+RECURRENCES = (
+    ("torch_chunk_gated_delta_rule", _delta_rule),
+    ("chunk_kimi_delta_attention", _delta_rule),
+    ("mamba2_chunk_scan", _chunk_scan),
+)
+FUNCTIONS = (
+    ("causal_conv1d_fn", _convolution),
+    ("mamba2_split_conv1d_scan_combined", _not_fused),
+    *RECURRENCES,
+)
+"""With the names under which the forwards of transformers' layers call them."""

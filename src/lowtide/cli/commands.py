@@ -19,6 +19,10 @@ TOOLS = {
     "merge": ("lowtide.cli.merge", "write a model and its adapter, or a sharded checkpoint, as one model"),
     "chat": ("lowtide.cli.after_training.chat", "talk with a trained model, an adapter or a checkpoint"),
     "generate": ("lowtide.cli.after_training.generate", "write completions of a file of prompts with a trained model"),
+    "evaluate": (
+        "lowtide.cli.after_training.evaluate",
+        "the loss of a trained model on held-out data, and tasks of lm-eval",
+    ),
     "vllm-serve": ("lowtide.cli.vllm_serve", "start vLLM as a server that writes completions for a training"),
     "doctor": ("lowtide.cli.doctor", "what is installed, what this machine has, and what is missing"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),

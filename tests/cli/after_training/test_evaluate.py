@@ -1,0 +1,88 @@
+"""`lowtide evaluate --data`: the loss that the model gives the held-out tokens, by dataset."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowtide.cli.after_training.held_out import losses, method_of
+from lowtide.cli.main import main
+
+SAID = [("a", "bcd"), ("tide", "in and out"), ("xyz", "q")]
+
+
+@pytest.fixture
+def data(tmp_path):
+    for name, pairs in {"first": SAID, "second": SAID[:1]}.items():
+        rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(tmp_path / f"{name}.jsonl") for name in ("first", "second")]
+
+
+def plain_loss(talker, pairs) -> float:
+    """The mean over all completions' tokens, with the end token, a row at a time."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(talker).eval(), AutoTokenizer.from_pretrained(talker)
+    nats = []
+    for prompt, completion in pairs:
+        before, after = tokenizer(prompt)["input_ids"], [*tokenizer(completion)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([before + after])).logits[0].log_softmax(-1)
+        nats += [-float(logprobs[len(before) + n - 1, token]) for n, token in enumerate(after)]
+    return sum(nats) / len(nats)
+
+
+def test_the_loss_of_each_dataset_is_that_of_the_plain_model(talker, data, tmp_path, capsys):
+    output = tmp_path / "found.json"
+    words = ["evaluate", str(talker), "--data", *data, "--device", "cpu", "--output", str(output)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    found = json.loads(output.read_text())
+    assert found["method"] == "sft"
+    [of_model] = found["data"].values()
+    for name, pairs in {"first": SAID, "second": SAID[:1]}.items():
+        assert of_model[name]["loss"] == pytest.approx(plain_loss(talker, pairs), rel=1e-5)
+        assert f"{of_model[name]['loss']:.4f}" in shown
+
+
+def test_the_options_of_the_run_are_kept(talker, data, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("# All options of this run: `lowtide sft --config` on this file repeats it.\nmodel: M\n"
+                    "completion_only_loss: false\nlearning_rate: 1.0\n")  # fmt: skip
+    whole = losses(str(talker), "sft", file, data[:1], device="cpu")["first"]["loss"]
+    assert whole != pytest.approx(plain_loss(talker, SAID), rel=1e-3)
+
+
+def test_the_method_is_that_of_the_run_file(tmp_path):
+    assert method_of(str(tmp_path), None) == ("sft", None)
+    file = tmp_path / "run.yaml"
+    file.write_text("# All options of this run: `lowtide dpo --config` on this file repeats it.\n")
+    assert method_of(str(tmp_path), None) == ("dpo", file)
+    (tmp_path / "checkpoint-5").mkdir()
+    assert method_of(str(tmp_path / "checkpoint-5"), None) == ("dpo", file)
+    assert method_of(str(tmp_path), "sft") == ("sft", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is nothing to measure"),
+        (["--data", "first.jsonl", "--method", "stf"], "did you mean 'sft'?"),
+        (["--data", "first.jsonl", "--method", "grpo"], "grpo learns from rewards"),
+        (["--data", "first.jsonl", "--method", "dpo"], "give the model that training began with by --ref_model"),
+        (["--data", "first.jsonl", "--ref_model", "M"], "--ref_model has no effect with sft"),
+        (["--data", "frist.jsonl"], "Did you mean 'first.jsonl'?"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(talker, data, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", str(talker), *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_tasks_need_their_extra(talker, monkeypatch, capsys):
+    monkeypatch.setattr("lowtide.cli.after_training.evaluate.find_spec", lambda name: None)
+    assert main(["evaluate", str(talker), "--tasks", "hellaswag"]) == 2
+    assert "pip install 'lowtide[eval]'" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Writes `src/lowtide/trainers/public.pyi`: what editors and type checkers know of the classes that the table makes.
+"""Writes what is known of the classes that the table of methods makes before they are: `trainers/public.pyi` for
+editors and type checkers, and `cli/training/option_table.json`, against which command lines are checked.
 
 python -m bench.stubs           # part of `make docs`
 """
@@ -10,6 +11,8 @@ import inspect
 from collections.abc import Iterable
 from pathlib import Path
 
+from lowtide.cli.training.option_table import TABLE, table
+from lowtide.cli.training.train import declared_options
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
 from lowtide.run.options.configs import public_name
@@ -120,3 +123,4 @@ def _classes(method: Method, way: str) -> str:
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     STUB.write_text(stub())
+    TABLE.write_text(table({name: declared_options(name) for name in METHODS}))

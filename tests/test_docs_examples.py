@@ -113,7 +113,7 @@ def test_settings_in_yaml_are_read_by_what_they_are_for(page):
         if "distributed_type" in keys:
             assert load_config_from_file("settings.yaml").to_dict()["num_processes"] == 4
         elif "apiVersion" not in keys:  # of Kubernetes
-            read = read_run_file(Path("settings.yaml"), options_of_command("sft"))
+            read = read_run_file(Path("settings.yaml"), options_of_command("sft").options)
             assert {*read} == keys - OF_LAUNCHER
 
 

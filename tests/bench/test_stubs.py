@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from bench.stubs import OF_ALL, STUB, stub
+from lowtide.cli.training.option_table import TABLE, table, written_options
+from lowtide.cli.training.train import declared_options
 from lowtide.methods import METHODS
 from lowtide.run.options.configs import public_name
 from lowtide.trainers.signatures import signature_of
@@ -30,6 +32,12 @@ PretrainTrainer("m", formatting_func=print)
 
 def test_the_stub_is_that_of_the_table():
     assert STUB.read_text() == stub(), "python -m bench.stubs writes it anew"
+
+
+def test_the_written_options_are_those_of_the_classes():
+    declared = {name: declared_options(name) for name in METHODS}
+    assert TABLE.read_text() == table(declared), "python -m bench.stubs writes it anew"
+    assert {name: written_options(name) for name in METHODS} == declared
 
 
 def test_the_stub_names_each_argument_of_each_trainer_and_in_its_order():

@@ -1,6 +1,7 @@
 """The run files that are shipped, and the tables of methods, agree with the options and methods that there are."""
 
 import argparse
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,7 +22,10 @@ def parser_of(method: str) -> argparse.ArgumentParser:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_a_shipped_run_file_is_one(path, tmp_path):
+def test_a_shipped_run_file_is_one(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for rows in re.findall(r"\S+\.jsonl", path.read_text()):
+        (tmp_path / rows).write_text("{}\n")
     method = path.name.split("_")[0].removesuffix(".yaml")
     given = train.read_run(parser_of(method).parse_args(["--config", str(path)]), output_dir=str(tmp_path))
     assert isinstance(given.config(), train.config_of(method))
@@ -42,7 +46,7 @@ def test_the_help_lists_each_option_of_lowtides_own_once_in_its_group(name):
     assert len(listed) == len(set(listed))
     hidden = {*config.refused, *config.without_effect}
     of_transformers = {each.name for each in fields(TrainingArguments)}
-    assert set(train.options_of_command(name)) - of_transformers - hidden <= set(listed)
+    assert set(train.options_of_command(name).options) - of_transformers - hidden <= set(listed)
     also = set(str(parser.epilog).split(": ")[1].split(", "))  # "as transformers.TrainingArguments documents them"
     assert also <= of_transformers
     assert set(INHERITED_GROUPS) - hidden <= set(listed)

@@ -24,11 +24,14 @@ from transformers import (
     TrainingArguments,
     masking_utils,
 )
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import lowtide
 from lowtide.compat import transformers as inside
 from lowtide.compat.trainer_optimizers import groups_as_on_one_rank
 from lowtide.compat.transformers import HOOKS, USED, Hook, find_packed_rows_where
+from lowtide.trainers.checkpoints.output_folder import CHECKPOINT, TRAINER_STATE
 from tests.support.models.vision_models import vision_model
 
 TRAINERS = Path(lowtide.__file__).parent / "trainers"
@@ -242,3 +245,7 @@ def test_a_weight_that_is_declared_tied_is_saved_once(model, tmp_path):
         names = {*file.keys()}
     assert "model.embed_tokens.weight" in names, "save_pretrained leaves out the wrong one of two tied weights"
     assert "other.weight" not in names
+
+
+def test_checkpoints_are_called_as_transformers_calls_them():
+    assert (CHECKPOINT, TRAINER_STATE) == (PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME)

@@ -22,7 +22,8 @@ from lowtide.cli.endings import RANK_FAILED, USER_ERROR
 from lowtide.cli.main import main
 from lowtide.demo.data import dialogue_rows, make_questions, write_rows
 from lowtide.demo.model import save
-from lowtide.trainers.checkpoints.choosing import checkpoints_of, last_whole
+from lowtide.trainers.checkpoints.choosing import last_whole
+from lowtide.trainers.checkpoints.output_folder import checkpoints_of
 
 from .case import FORK, Case, print_to
 from .ranks import RANKS, SLACK, TIMEOUT

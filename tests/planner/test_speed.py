@@ -20,7 +20,7 @@ from lowtide.planner.tracing.substitutes.stand_ins import as_on
 from lowtide.ragged import RaggedBatch
 
 FLOAT, HALF = torch.float32, torch.bfloat16
-PLAIN = Device("plain", "cpu", 1 << 30, sheet=Rates({FLOAT: 1e9, HALF: 4e9}, 1e9, 1e8, 1e8, measured=True))
+PLAIN = Device("plain", "cpu", 1 << 30, sheet=Rates({"float32": 1e9, "bfloat16": 4e9}, 1e9, 1e8, 1e8, measured=True))
 
 
 class Counted(TorchDispatchMode):

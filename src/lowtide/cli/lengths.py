@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lowtide.cli.options import whole_number
 from lowtide.compat.argparse import Subparsers
+from lowtide.data.sources.places import check_place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
         ValueError: the data, the tokenizer, an option or the output folder can't be used.
         OSError: the data is not there.
     """
+    for each in args.data:
+        if not each.startswith("{"):
+            check_place(each, configured=args.dataset_config is not None)
     _check_folder(args.output_dir)
     from lowtide.data.report.lengths import BATCH_SIZES, LengthReport
     from lowtide.data.report.lengths_page import write_html

@@ -18,7 +18,7 @@ from lowtide.cli.endings import INTERRUPTED, USER_ERROR, UsageError, status_of
 from lowtide.compat.argparse import options_of
 from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
 from lowtide.methods import METHODS
-from lowtide.process.deferred_imports import defer_imports, without_collection
+from lowtide.process.deferred_imports import defer_imports
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.signals import stopping_at_once
@@ -101,14 +101,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         elif name in METHODS:
             expand_segments()  # before torch is imported
             defer_imports()
-            with without_collection():
-                own.append(import_module("lowtide.cli.training.train").add_parser(subparsers, name))
+            own.append(import_module("lowtide.cli.training.train").add_parser(subparsers, name))
         elif name in OF_A_METHOD:
             expand_segments()
             if name in PREDICT:
                 defer_imports()
-            with without_collection():
-                own.append(import_module(TOOLS[name][0]).add_parser(subparsers, _method_after(name, words)))
+            own.append(import_module(TOOLS[name][0]).add_parser(subparsers, _method_after(name, words)))
         else:
             import_module(TOOLS[name][0]).add_parser(subparsers)
             own.append(subparsers.choices[name])
@@ -168,12 +166,9 @@ def _refuse_unknown(words: Sequence[str], command: str | None, *parsers: argpars
         if option not in known:
             if command == "gpus" and option in OF_OTHER_COMMANDS:
                 raise UsageError(OF_OTHER_COMMANDS[option])
-            trains = command in METHODS or command in OF_A_METHOD
-            said = (
-                import_module("lowtide.run.options.training").whose(option[2:]) or replaced(option[2:])
-                if trains
-                else ""
-            )
+            said = ""
+            if command in METHODS or command in OF_A_METHOD:
+                said = import_module("lowtide.cli.training.option_table").whose(option[2:]) or replaced(option[2:])
             raise UsageError(
                 f"there is no option {option}{said or nearest(option, known)} (see {parsers[-1].prog} --help)"
             )

@@ -122,8 +122,8 @@ def _check_sharded(checkpoint: Path) -> None:
         raise UsageError(f"--checkpoint: there is no folder {str(checkpoint)!r}")
 
     from lowtide.engine.weights.sharded.shard_files import SHARD, shards_in
-    from lowtide.trainers.checkpoints.choosing import checkpoints_of
     from lowtide.trainers.checkpoints.manifest import difference, read_manifest
+    from lowtide.trainers.checkpoints.output_folder import checkpoints_of
 
     for name, entry in (read_manifest(checkpoint) or {}).items():
         if SHARD.fullmatch(name) and (reason := difference(checkpoint / name, entry)):

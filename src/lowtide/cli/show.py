@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.options import add_options, read_options
+from lowtide.cli.training.train import options_of_command
 from lowtide.compat.argparse import Subparsers
-from lowtide.option_values import options_of
+from lowtide.data.sources.places import check_place
+from lowtide.engine.weights.places import check_model_place
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,8 +29,6 @@ STYLES = {"context": "dim", "scored": "bold green", "dropped": "red strike"}
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the subcommand to `lowtide`'s parser."""
-    from lowtide.methods.sft import SFTOptions
-
     parser = subparsers.add_parser(
         "show",
         help="rows of a dataset as the model will see them: what is context, scored and dropped",
@@ -45,7 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--dataset_split", default="train", metavar="SPLIT", help="which split (default: train)")
     parser.add_argument("--dataset_config", metavar="NAME", help="which configuration of a dataset on the hub")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the rows as a page, coloured")
-    options = {name: each for name, each in options_of(SFTOptions).items() if name in READ}
+    options = {name: each for name, each in options_of_command("sft").options.items() if name in READ}
     add_options(parser.add_argument_group("supervised fine-tuning"), options.values())
     parser.set_defaults(run=run, options=options)
 
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
         ValueError: the data, the tokenizer or an option can't be used, or there is no such row.
         OSError: the data is not there.
     """
+    check_place(args.data, configured=args.dataset_config is not None)
+    check_model_place(args.model)
     from lowtide.data.encode.chat import adopt_chat_template
     from lowtide.data.options import PrepareOptions
     from lowtide.data.report.row_parts import segments_of

@@ -6,8 +6,6 @@ import math
 import re
 from typing import NamedTuple
 
-import torch
-
 from lowtide.memory.allocators.measure import bytes_text, resident_bytes, unused_bytes
 from lowtide.option_values import shown
 from lowtide.planner.devices import Device
@@ -40,13 +38,18 @@ def read_budget(budget: str | int | float | None, device: Device) -> Budget:
     Raises:
         ValueError: it is none of these.
     """
-    if budget is None or (isinstance(budget, str) and budget.strip().lower() == AUTO):
+    if budget is None or is_auto(budget):
         return Budget(free_bytes(device))
     count = bytes_of(budget)
     if count <= device.memory_bytes:
         return Budget(count)
     has = bytes_text(device.memory_bytes)
     return Budget(device.memory_bytes, (f"the budget of {budget} is more than {device.name} has: {has} is used",))
+
+
+def is_auto(budget: object) -> bool:
+    """Whether a budget is the word for what the device has free."""
+    return isinstance(budget, str) and budget.strip().lower() == AUTO
 
 
 def bytes_of(budget: str | int | float) -> int:
@@ -72,5 +75,7 @@ def free_bytes(device: Device) -> int:
     if device.listed:
         return device.memory_bytes
     if device.kind == "cuda":
+        import torch
+
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     return min(device.memory_bytes, unused_bytes() + resident_bytes())

@@ -1,7 +1,8 @@
 """Devices that a run may be planned for: how much memory they have, how fast they compute, read and send.
 
 Of a GPU that is not there the manufacturer's data sheet speaks; of the machine at hand (`cpu`, `cuda`) the system does,
-and what it computes and copies in a second is measured when somebody asks.
+and what it computes and copies in a second is measured when somebody asks. torch is imported for these alone: a
+mistyped name is told before.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-
-import torch
 
 from lowtide.memory.allocators.measure import system_memory_bytes
 from lowtide.spelling import nearest
@@ -46,8 +45,9 @@ DISK = 1 * GIGA
 class Rates:
     """What a device does in a second."""
 
-    flops: Mapping[torch.dtype, float]
-    """Of a large matrix product, by the dtype of its factors; float32 without TF32, as is torch's default."""
+    flops: Mapping[str, float]
+    """Of a large matrix product, by the dtype of its factors (`float32`, `bfloat16`, `float16`); float32 without TF32,
+    as is torch's default."""
     memory_bandwidth: float
     """Bytes read or written."""
     host_link: float
@@ -125,9 +125,9 @@ def _gpu(
 ) -> Device:
     """A row of a data sheet: TFLOPS of dense 16-bit products summed in float32, and of float32; GB/s of its memory, to
     the host, to the other devices, to other machines. Devices without links of their own send through the host's."""
-    flops = {torch.float16: half * TERA, torch.bfloat16: half * TERA, torch.float32: single * TERA}
+    flops = {"float16": half * TERA, "bfloat16": half * TERA, "float32": single * TERA}
     if capability < (8, 0):  # no tensor cores for it: torch computes in float32
-        flops[torch.bfloat16] = flops[torch.float32]
+        flops["bfloat16"] = flops["float32"]
     host, *own = (GIGA * each for each in links)
     between, network = [*own, *[host, NETWORK][len(own) :]]
     rates = Rates(flops, memory * GIGA, host, between, network)
@@ -228,6 +228,8 @@ def _within(words: list[str], name: list[str]) -> bool:
 
 
 def _present_gpu() -> Device:
+    import torch
+
     if not torch.cuda.is_available():
         raise ValueError(
             "device 'cuda' is the GPU of this machine, and torch finds none: name the one that is meant, "
@@ -247,12 +249,14 @@ def measured_rates(kind: str) -> Rates:
     Args:
         kind: `cpu` or `cuda`.
     """
+    import torch
+
     side, count = (512, 1 << 24) if kind == "cpu" else (4096, 1 << 28)
     flops = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        factor = torch.ones(side, side, dtype=dtype, device=kind)
+    for dtype in ("float32", "bfloat16"):
+        factor = torch.ones(side, side, dtype=getattr(torch, dtype), device=kind)
         flops[dtype] = 2 * side**3 / _seconds(functools.partial(torch.mm, factor, factor), kind)
-    flops[torch.float16] = flops[torch.bfloat16]
+    flops["float16"] = flops["bfloat16"]
     source = torch.ones(count, dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
     memory = 2 * count / _seconds(lambda: target.copy_(source), kind)
@@ -265,6 +269,8 @@ def measured_rates(kind: str) -> Rates:
 
 def _seconds(run: Callable[[], object], kind: str) -> float:
     """The time of the fastest call, of as many as fit `MEASURED_SECONDS`: whatever else runs here slows some down."""
+    import torch
+
     wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
     run()
     wait()

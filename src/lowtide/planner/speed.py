@@ -40,6 +40,9 @@ KERNEL_SECONDS = {"cuda": 2e-6, "cpu": 0.0}
 DISPATCH_SECONDS = {"cuda": 6e-6, "cpu": 4e-6}
 """What Python, autograd and the dispatcher take for an operation. A GPU computes meanwhile, a CPU does not; assumed."""
 
+DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16")}
+"""Those that devices have rates for; the others run at that of float32."""
+
 aten = torch.ops.aten
 
 
@@ -136,7 +139,7 @@ class OperationCosts:
         busy, started = 0.0, sum(self.operations.values())
         for each, count in self.operations.items():
             share = ATTENTION_EFFICIENCY if each.attention else product
-            rate = rates.flops.get(each.dtype, rates.flops[torch.float32]) * share
+            rate = rates.flops.get(DTYPES.get(each.dtype, ""), rates.flops["float32"]) * share
             busy += count * max(each.flops / rate, each.bytes / (rates.memory_bandwidth * bandwidth))
         busy += started * KERNEL_SECONDS[device.kind]
         dispatched = started * DISPATCH_SECONDS[device.kind]

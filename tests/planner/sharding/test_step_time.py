@@ -23,7 +23,7 @@ SIZE = LAYERS * NUMEL * 4
 LAYOUT = Layout(
     tuple(Parameter(f"layers.{n}.weight", (NUMEL,), 4, True, f"layers.{n}") for n in range(LAYERS)), hidden_size=16
 )
-RATES = Rates({torch.float32: 1e12}, 1e15, 1e9, 1e9, network=1e8, measured=True)
+RATES = Rates({"float32": 1e12}, 1e15, 1e9, 1e9, network=1e8, measured=True)
 DEVICE = Device("made up", "cuda", 1 << 40, (9, 0), sheet=RATES)
 ONE = OneDevice(phases={}, tokens=1024, micro_batches=1)
 

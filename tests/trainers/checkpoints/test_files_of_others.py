@@ -11,8 +11,8 @@ import pytest
 
 from lowtide.own_files import remove_files, separate_hard_links, usual_mode, writing
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
+from lowtide.trainers.checkpoints.output_folder import STAGING
 from lowtide.trainers.checkpoints.rotating import keep_best, rotate
-from lowtide.trainers.checkpoints.whole import STAGING
 from tests.support.runs.small_runs import small, trained
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
-from lowtide.trainers.checkpoints.whole import STAGING
+from lowtide.trainers.checkpoints.output_folder import STAGING
 from tests.support.runs.small_runs import small, trained
 
 

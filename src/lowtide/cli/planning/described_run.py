@@ -171,6 +171,7 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     Raises:
         UsageError: an option is missing, contradicts another, or means nothing.
     """
+    _check_names(arguments)
     options = arguments.options
     values = read_run_file(arguments.config, options) if arguments.config else {}
     values |= read_options(arguments, options)
@@ -183,6 +184,21 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     one = hasattr(arguments, "device") and not getattr(arguments, "devices", None)
     device = device_of(arguments) if one else None
     return DescribedRun(run, values, given, arguments.lengths, device)
+
+
+def _check_names(arguments: argparse.Namespace) -> None:
+    """Refuses devices and budgets that are none, before torch is imported."""
+    from lowtide.planner.budget import bytes_of, is_auto
+    from lowtide.planner.cluster import Cluster
+    from lowtide.planner.devices import device_named
+
+    given = vars(arguments)
+    if given.get("device"):
+        device_named(given["device"])
+    if given.get("devices"):
+        Cluster.of(given["devices"], 1 if given.get("nodes") is None else given["nodes"])
+    if given.get("budget") and not is_auto(given["budget"]):
+        bytes_of(given["budget"])
 
 
 def device_of(arguments: argparse.Namespace) -> str:

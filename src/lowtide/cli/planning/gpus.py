@@ -193,4 +193,5 @@ def _command(described: DescribedRun, fit: Fit) -> str:
     """What trains with the settings of a fit, the user's own options and those that `--lengths` stands for."""
     own = {name: value for name, value in described.written().items() if name not in ("model", *fit.settings)}
     values = {"model": described.model, "dataset": "DATA", **own, **fit.settings}
-    return " ".join(["lowtide", described.method, *words_of(values, train.options_of_command(described.method))])
+    taken = train.options_of_command(described.method).options
+    return " ".join(["lowtide", described.method, *words_of(values, taken)])

@@ -15,6 +15,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -23,12 +24,17 @@ from lowtide.cli.endings import UsageError
 from lowtide.cli.options import add_options, read_options
 from lowtide.cli.training.adapters import AdapterOptions
 from lowtide.cli.training.launch import CHOSEN, OF_PROCESSES
+from lowtide.cli.training.option_table import CommandOptions, written_options
 from lowtide.cli.training.run_file import command_of, read_run_file, write_run_file
 from lowtide.compat.argparse import ArgumentGroup, Subparsers
+from lowtide.data.sources.places import check_place
+from lowtide.engine.weights.places import check_model_place
 from lowtide.methods import METHODS
 from lowtide.methods.shared.options import ReferenceOptions
 from lowtide.option import Group, option
 from lowtide.option_values import Option, options_of
+from lowtide.process.deferred_imports import without_collection
+from lowtide.trainers.checkpoints.output_folder import check_is_checkpoint, check_output, checkpoints_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -38,6 +44,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RUN_FILE = "run.yaml"
+OF_MODELS = (
+    *("model", "ref_model", "value_model", "teacher_model_name_or_path", "generator_model_name_or_path"),
+    *("reward_model_path", "sft_model_path"),
+)
+"""The options that name a model."""
 ROWS = {"lowtide gpus": "", **dict.fromkeys(("lowtide plan", "lowtide estimate"), "(--dataset D | --lengths L) ")}
 """How the usage of a command names its rows, where it is not by `--dataset D`."""
 
@@ -118,6 +129,20 @@ class RunOptions:
                 f"test_split_size={self.test_split_size} requires `datasets`: list the dataset there, or name rows for "
                 "evaluation by --eval_dataset"
             )
+
+    def check_places(self) -> None:
+        """Refuses paths where no rows are.
+
+        Raises:
+            FileNotFoundError, ValueError: naming the path.
+        """
+        for entry in self.datasets or [{"path": self.dataset, "name": self.dataset_config}]:
+            given = {"path": entry} if isinstance(entry, str) else entry
+            path = str(given.get("path") or "")
+            if path and not path.startswith("{") and not {"data_dir", "data_files"} & given.keys():
+                check_place(path, configured=given.get("name") is not None)
+        if self.eval_dataset:
+            check_place(self.eval_dataset)
 
     def read(self) -> dict[str, Any]:
         """What the run reads, by option."""
@@ -241,9 +266,8 @@ def trainer_options(config: Any) -> list[type]:
 
 def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide") -> argparse.ArgumentParser:
     """Add a method's subcommand to a parser: that of `command`."""
-    config: Any = config_of(method)
+    taken = options_of_command(method)
     summary = METHODS.rows[method].summary
-    options = _options(config)
     parser = subparsers.add_parser(
         method,
         help=summary,
@@ -258,27 +282,35 @@ def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide")
         processes = parser.add_argument_group("processes")
         for name, (metavar, help) in OF_PROCESSES.items():
             processes.add_argument(f"--{name}", metavar=metavar, help=help)
-    without_help = {*config.refused, *config.without_effect}
-    left = {name: each for name, each in options.items() if name not in without_help}
-    for title, listed in _groups(method, left).items():
-        add_options(parser.add_argument_group(title), [left.pop(each.name) for each in listed])
-    add_options(parser, [each for name, each in options.items() if name in left or name in without_help], shown=False)
-    parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(left)
-    parser.set_defaults(run=run, method=method, options=options)
+    for title, listed in taken.listed.items():
+        add_options(parser.add_argument_group(title), [taken.options[name] for name in listed])
+    add_options(parser, [taken.options[name] for name in (*taken.others, *taken.refused)], shown=False)
+    parser.epilog = "Also accepted, as transformers.TrainingArguments documents them: " + ", ".join(taken.others)
+    parser.set_defaults(run=run, method=method, options=taken.options)
     return parser
 
 
-def _groups(method: str, options: Mapping[str, Option]) -> dict[str, list[Option]]:
+def declared_options(method: str) -> CommandOptions:
+    """The options that a method's command takes, as the classes declare them."""
+    config: Any = config_of(method)
+    sources = (config, RunOptions, *trainer_options(config), AdapterOptions)
+    options = {name: each for source in sources for name, each in options_of(source).items()}
+    without_help = {*config.refused, *config.without_effect}
+    listed = _groups(method, config, {name: each for name, each in options.items() if name not in without_help})
+    own = tuple(field.name for field in dataclasses.fields(METHODS[method].options))
+    return CommandOptions(options, listed, tuple(name for name in options if name in without_help), own)
+
+
+def _groups(method: str, config: Any, options: Mapping[str, Option]) -> dict[str, tuple[str, ...]]:
     """The options that `--help` lists, by the titles of its groups. The method's own are the second group, those of its
     own class first."""
-    config: Any = config_of(method)
     own = [name for kind in trainer_options(config) for name in options_of(kind)]
     own += [name for kind in METHODS[method].options.__mro__ for name in inspect.get_annotations(kind)]
     order = dict.fromkeys([*options_of(RunOptions), *config.inherited_groups, *own, *options])
     listed = [options[name] for name in order if name in options]
     first, *rest = [(group.value, [each for each in listed if each.group is group]) for group in Group]
     of_method = METHODS[method].title, [each for each in listed if each.group is None and each.name in own]
-    return {title: listed for title, listed in (first, of_method, *rest) if listed}
+    return {title: tuple(each.name for each in listed) for title, listed in (first, of_method, *rest) if listed}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,14 +381,17 @@ def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **c
     Raises:
         UsageError: an option is missing, contradicts another, or the output folder cannot be written.
     """
-    from lowtide.trainers.checkpoints.output_folder import check_output
-
     options: Mapping[str, Option] = arguments.options
     values = read_run_file(arguments.config, options) if arguments.config else {}
     values |= read_options(arguments, options) | changes
     what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
     what.check(begins_at_random=bool(values.get("config_name") or values.get("model_type")), has_rows=has_rows)
     adapters.check()
+    if not has_rows:
+        what.check_places()
+    for name in OF_MODELS:
+        if isinstance(values.get(name), str):
+            check_model_place(values[name], name)
     values["output_dir"] = what.output_dir or f"{Path(what.model or 'model').name}-{arguments.method}"
     values.pop("resume_from_checkpoint", None)
     models = {name: value for name, value in values.items() if "model" in name}
@@ -431,8 +466,6 @@ def check_writable(folder: Path) -> None:
 
 def _checkpoint(wanted: str | None, output: Path) -> str | bool | None:
     """What to resume from: the folder that is named, or True for the last whole checkpoint of the output folder."""
-    from lowtide.trainers.checkpoints.choosing import check_is_checkpoint, checkpoints_of
-
     if wanted is None or wanted.lower() == "false":
         return None
     if wanted.lower() in ("latest", "true"):
@@ -445,19 +478,18 @@ def _checkpoint(wanted: str | None, output: Path) -> str | bool | None:
 
 
 def config_of(method: str) -> type[TrainingConfig]:
+    """The method's config class; what it is made of is imported when it is first asked for."""
+    if "lowtide.run.options.configs" not in sys.modules:
+        with without_collection():
+            import_module("lowtide.run.options.configs")
     from lowtide.run.options.configs import config_class
 
     return config_class(METHODS[method])
 
 
-def _options(config: type) -> dict[str, Option]:
-    sources = (config, RunOptions, *trainer_options(config), AdapterOptions)
-    return {name: each for source in sources for name, each in options_of(source).items()}
-
-
-def options_of_command(method: str) -> dict[str, Option]:
-    """All options that a method's command takes, by name."""
-    return _options(config_of(method))
+def options_of_command(method: str) -> CommandOptions:
+    """The options that a method's command takes."""
+    return written_options(method) or declared_options(method)
 
 
 def option_names(config: type) -> set[str]:

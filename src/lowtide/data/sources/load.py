@@ -10,7 +10,6 @@ import glob
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +33,12 @@ from lowtide.data.sources.json_lines import (
     read_lines,
     unified_features,
 )
+from lowtide.data.sources.places import READERS, check_place, is_saved, readable_files, reader_of
 from lowtide.data.sources.titles import entitled
 
-READERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".jsonl": ("json", {}),
-    ".ndjson": ("json", {}),
-    ".json": ("json", {}),
-    ".csv": ("csv", {}),
-    ".tsv": ("csv", {"sep": "\t"}),
-    ".parquet": ("parquet", {}),
-    ".txt": ("text", {"sample_by": "document"}),
-}
-"""Which reader of `datasets` reads which files, and its options."""
 FAILURES = (DatasetGenerationError, ValueError, StopIteration, RecursionError)
 """What `load_dataset` raises for files that are there."""
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 ROWS_IN_A_RECORD = 10_000
-NOT_ROWS = ("dataset_info.json", "dataset_infos.json")
 SPLIT_WORDS = {
     "validation": {"validation", "valid", "val", "dev"},
     "test": {"test", "testing", "eval", "evaluation"},
@@ -90,16 +78,16 @@ def load_rows(
     if not isinstance(source, str | Path):
         return _from_list(source)
     path = Path(source).expanduser()
+    if not places:
+        check_place(source, configured=name is not None)
     if places:
         rows = _from_hub(str(source), split, name, streaming=streaming, **places)
     elif path.is_file():
         if name is not None:
             logger.warning(f"{path} is a file, which has no configuration {name!r}: the name has no effect")
-        rows = _from_file(path, split, streaming=streaming)
+        rows = _from_files(path, {"train": [path]}, split, streaming=streaming)
     elif path.is_dir():
         rows = _from_folder(path, split, name, streaming=streaming)
-    elif _looks_like_path(str(source)):
-        raise FileNotFoundError(_missing(path))
     else:
         rows = _from_hub(str(source), split, name, streaming=streaming)
     if isinstance(rows, Dataset) and len(rows) == 0:
@@ -124,15 +112,9 @@ def _from_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:
         raise ValueError(f"{where}: {problem[1]}") from error
 
 
-def _from_file(path: Path, split: str, *, streaming: bool) -> Dataset | IterableDataset:
-    if _reader(path) is None:
-        raise ValueError(f"{path}: files that end in {path.suffix!r} can't be read, only {', '.join(READERS)}.")
-    return _from_files(path, {"train": [path]}, split, streaming=streaming)
-
-
 def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
     _tell_of_links_out_of(path)
-    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+    if is_saved(path):
         try:
             saved = load_from_disk(str(path))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
@@ -143,10 +125,8 @@ def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -
         return saved if isinstance(saved, Dataset) else _choose_split(saved, split)
     if name is not None:  # a copy of a repository on the hub, whose README says what its configurations are
         return _from_hub(str(path), split, name, streaming=streaming)
-    files = sorted(file for file in path.rglob("*") if _reader(file) and file.name not in NOT_ROWS)
-    if not files:
-        raise FileNotFoundError(f"{path} holds no files that can be read ({', '.join(READERS)}).")
-    if len({_reader(file) for file in files}) > 1:
+    files = sorted(readable_files(path))
+    if len({reader_of(file) for file in files}) > 1:
         kinds = ", ".join(sorted({file.suffix for file in files}))
         raise ValueError(f"{path} holds files of several kinds ({kinds}). Name one, or keep each kind in a folder.")
     splits: dict[str, list[Path]] = {}
@@ -187,7 +167,7 @@ def _from_files(
         check_lines(file)
     if streaming and split in splits and all(_read_by_lines(file) for file in splits[split]):
         return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
-    reader, separator = READERS[_reader(files[0]) or ""]
+    reader, separator = READERS[reader_of(files[0]) or ""]
     data_files = {name: [glob.escape(str(file)) for file in group] for name, group in splits.items()}
 
     # Opening a mapped file looks at the head of each of its records, and the kernel maps 64 kB around each look.
@@ -228,15 +208,9 @@ def _from_hub(
         raise ValueError(f"{source}: {_first_line(error.__cause__ or error)}") from error
 
 
-def _reader(path: Path) -> str | None:
-    """The suffix in `READERS` that tells how a file is read; None if it can't be."""
-    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-    return suffix if suffix in READERS else None
-
-
 def _read_by_lines(path: Path) -> bool:
     """Whether a stream of a file is read line by line, which names the lines at fault."""
-    return _reader(path) in LINE_BY_LINE and (path.suffix in LINE_BY_LINE or path.suffix in OPENERS)
+    return reader_of(path) in LINE_BY_LINE and (path.suffix in LINE_BY_LINE or path.suffix in OPENERS)
 
 
 def _split_of(path: Path) -> str:
@@ -249,16 +223,6 @@ def _choose_split(splits: Any, split: str) -> Dataset | IterableDataset:
     if split not in splits:
         raise ValueError(f"there is no split {split!r}; there are {', '.join(map(repr, splits))}.")
     return splits[split]
-
-
-def _looks_like_path(source: str) -> bool:
-    return Path(source).suffix in (*READERS, *COMPRESSED) or source.startswith((".", "/", "~")) or source.count("/") > 1
-
-
-def _missing(path: Path) -> str:
-    siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-    nearest = get_close_matches(path.name, siblings, n=1)
-    return f"there is no file or folder {str(path)!r}." + (f" Did you mean {nearest[0]!r}?" if nearest else "")
 
 
 def _stream_lines(paths: list[str]) -> Iterator[dict[str, Any]]:

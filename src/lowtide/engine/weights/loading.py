@@ -32,6 +32,7 @@ from lowtide.engine.weights.labels import label_values
 from lowtide.engine.weights.load_errors import check_layers, one_line
 from lowtide.engine.weights.model_init import CODE, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
+from lowtide.engine.weights.places import check_model_place
 from lowtide.engine.weights.quantized import check_torchao
 from lowtide.engine.weights.sharded.shard_files import shards_in
 
@@ -58,6 +59,7 @@ def load_model(
         ValueError: the dtype is unknown, there is no such model, its files lack weights or cannot be read, or it
             cannot be quantized so; names what was asked for.
     """
+    check_model_place(name)
     if shards_in(Path(name)) and not [*Path(name).glob("model*.safetensors")]:
         raise ValueError(
             f"model {name!r} is in a file a rank, as a sharded run saved it: `lowtide merge --checkpoint {name} "

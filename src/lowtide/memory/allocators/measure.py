@@ -6,10 +6,12 @@ import os
 import resource
 import sys
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from lowtide.memory.allocators.control_groups import memory_limits
+
+if TYPE_CHECKING:
+    import torch
 
 _STATUS = Path("/proc/self/status")
 _MEMINFO = Path("/proc/meminfo")
@@ -43,12 +45,20 @@ def unused_bytes() -> int:
 
 def peak_bytes(device: torch.device) -> int:
     """The peak of the run: allocated on a CUDA device, resident on a CPU; in bytes."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+    if device.type != "cuda":
+        return peak_resident_bytes()
+    import torch
+
+    return torch.cuda.max_memory_allocated(device)
 
 
 def peak_held_bytes(device: torch.device) -> int:
     """The peak of what holds the tensors: reserved by the allocator on CUDA, resident on a CPU; in bytes."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
+    if device.type != "cuda":
+        return peak_resident_bytes()
+    import torch
+
+    return torch.cuda.max_memory_reserved(device)
 
 
 def bytes_text(count: float) -> str:

@@ -20,6 +20,7 @@ from lowtide.engine.weights.labels import name_labels
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.engine.weights.new_model import begins_at_random
+from lowtide.engine.weights.places import check_model_place
 from lowtide.engine.weights.sharded.widening import load_waiting, waits
 from lowtide.option_values import check_ranges
 from lowtide.run.optimizers import OPTIMIZERS
@@ -104,6 +105,8 @@ def load_inputs(
                 "quantization_config came with a model that is loaded already: pass the model's name, or drop it"
             )
     name = model_name(model)
+    if isinstance(model, str):
+        check_model_place(model)
     if tokenizer is None and needs_tokenizer:
         if not name:
             raise ValueError("a model without a name needs its tokenizer: pass it as `processing_class`")

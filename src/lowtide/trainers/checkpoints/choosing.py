@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-from lowtide.trainers.checkpoints.manifest import MANIFEST
-from lowtide.trainers.checkpoints.soundness import OPTIMIZERS, RANDOM, SCHEDULER, TRAINER_STATE, damage
+from lowtide.trainers.checkpoints.output_folder import check_is_checkpoint, checkpoints_of
+from lowtide.trainers.checkpoints.soundness import OPTIMIZERS, RANDOM, SCHEDULER, damage
 
 OPTIONAL = (OPTIMIZERS, SCHEDULER, RANDOM)
 """States that a run can go on without, where it is told to."""
@@ -26,15 +23,6 @@ class Chosen:
     """States that a run goes on without, since their files are damaged, and what is wrong with each."""
     passed_over: tuple[str, ...] = ()
     """Later checkpoints that are not whole: which, and why."""
-
-
-def checkpoints_of(output_dir: Path) -> list[Path]:
-    """The checkpoints of an output folder, the last step first."""
-    found = {}
-    for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if output_dir.is_dir() else ():
-        if (match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)) and path.is_dir():
-            found[int(match[1])] = path
-    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def last_whole(output_dir: Path, *, without_states: bool = False) -> Chosen | None:
@@ -59,18 +47,6 @@ def last_whole(output_dir: Path, *, without_states: bool = False) -> Chosen | No
             "output_dir, or bring an undamaged copy of a checkpoint"
         )
     return None
-
-
-def check_is_checkpoint(folder: Path, output_dir: Path) -> None:
-    """Refuses a folder that is no checkpoint.
-
-    Raises:
-        ValueError: naming the last one of the output folder.
-    """
-    if not (folder / TRAINER_STATE).is_file() and not (folder / MANIFEST).is_file():
-        last = next(iter(checkpoints_of(output_dir)), None)
-        there = f"The last one in {output_dir} is {last}" if last else f"There is none in {output_dir} either"
-        raise ValueError(f"resume_from_checkpoint: {str(folder)!r} is no checkpoint folder. {there}")
 
 
 def named(folder: Path, output_dir: Path, *, without_states: bool = False) -> Chosen:

@@ -1,4 +1,4 @@
-"""Whether a run may write into its output folder, asked before anything is loaded."""
+"""What a run finds in its output folder, and whether it may write there: asked before anything is loaded, torch too."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from lowtide.trainers.checkpoints.manifest import MANIFEST
 
-from lowtide.trainers.checkpoints.whole import STAGING
-
-OF_FOLDERS = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-\d+|{re.escape(STAGING)}")
+CHECKPOINT = "checkpoint"
+"""How the names of checkpoints' folders begin: `PREFIX_CHECKPOINT_DIR` of transformers."""
+STAGING = ".saving"
+"""The folder of an output folder in which a checkpoint is written."""
+TRAINER_STATE = "trainer_state.json"
+OF_FOLDERS = re.compile(rf"{CHECKPOINT}-\d+|{re.escape(STAGING)}")
 """Names that a run gives to folders in its output folder."""
 
 
@@ -61,3 +64,24 @@ def _check_writable(folder: Path, *, saves: bool) -> None:
         raise ValueError(
             f"output_dir={str(folder)!r} {what} ({error.strerror}): name a folder that this run may write to"
         ) from error
+
+
+def checkpoints_of(output_dir: Path) -> list[Path]:
+    """The checkpoints of an output folder, the last step first."""
+    found = {}
+    for path in output_dir.glob(f"{CHECKPOINT}-*") if output_dir.is_dir() else ():
+        if (match := re.fullmatch(rf"{CHECKPOINT}-(\d+)", path.name)) and path.is_dir():
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def check_is_checkpoint(folder: Path, output_dir: Path) -> None:
+    """Refuses a folder that is no checkpoint.
+
+    Raises:
+        ValueError: naming the last one of the output folder.
+    """
+    if not (folder / TRAINER_STATE).is_file() and not (folder / MANIFEST).is_file():
+        last = next(iter(checkpoints_of(output_dir)), None)
+        there = f"The last one in {output_dir} is {last}" if last else f"There is none in {output_dir} either"
+        raise ValueError(f"resume_from_checkpoint: {str(folder)!r} is no checkpoint folder. {there}")

@@ -32,6 +32,7 @@ from lowtide.ranks.shards import is_sharded
 from lowtide.trainers.checkpoints.beside import beside_adapters, load_beside
 from lowtide.trainers.checkpoints.choosing import last_whole, named, said
 from lowtide.trainers.checkpoints.lock import only_run_in
+from lowtide.trainers.checkpoints.output_folder import STAGING
 from lowtide.trainers.checkpoints.run_record import OF_METRICS, differences, run_record, scheduler_name, unfit_states
 from lowtide.trainers.checkpoints.shards import (
     OfAnotherRun,
@@ -44,7 +45,7 @@ from lowtide.trainers.checkpoints.shards import (
 from lowtide.trainers.checkpoints.soundness import OPTIMIZER, OPTIMIZERS, RANDOM, SCHEDULER, Damage, damage, load_states
 from lowtide.trainers.checkpoints.states import check_states
 from lowtide.trainers.checkpoints.weights import check_weights, is_converted
-from lowtide.trainers.checkpoints.whole import STAGING, saved_run_state
+from lowtide.trainers.checkpoints.whole import saved_run_state
 
 T = TypeVar("T")
 Load = Callable[[str, nn.Module | None], None]

@@ -20,8 +20,9 @@ from lowtide.engine.weights.sharded.shard_files import missing_shards
 from lowtide.memory.optimizers.low_rank import projectors
 from lowtide.parsing import parse_json
 from lowtide.trainers.checkpoints.manifest import MANIFEST, difference, read_manifest
+from lowtide.trainers.checkpoints.output_folder import TRAINER_STATE
 
-TRAINER_STATE, RUN_STATE = "trainer_state.json", "run_state.json"
+RUN_STATE = "run_state.json"
 OPTIMIZER, SCHEDULER, RANDOM = "optimizer.pt", "scheduler.pt", "rng_state*.pth"
 """The states beside the weights; of the last there is one file a rank."""
 OPTIMIZERS = "optimizer*.pt"

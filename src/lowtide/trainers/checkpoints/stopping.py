@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lowtide.ranks.world import worst_of_ranks
-from lowtide.trainers.checkpoints.choosing import checkpoints_of
+from lowtide.trainers.checkpoints.output_folder import checkpoints_of
 from lowtide.trainers.checkpoints.signals import Stopped, StopRequest
 
 logger = logging.getLogger(__name__)

@@ -30,14 +30,12 @@ from lowtide.ranks.world import worst_of_ranks
 from lowtide.trainers.checkpoints.beside import save_beside
 from lowtide.trainers.checkpoints.durable import flush
 from lowtide.trainers.checkpoints.manifest import MANIFEST, read_manifest, seal
+from lowtide.trainers.checkpoints.output_folder import STAGING
 from lowtide.trainers.checkpoints.rotating import is_written, keep_best, rotate
 from lowtide.trainers.checkpoints.run_record import run_record
 from lowtide.trainers.checkpoints.shards import own_shard, save_optimizer_shard, states_are_cut, whole_state
 from lowtide.trainers.checkpoints.soundness import RUN_STATE, SCHEDULER
 from lowtide.trainers.checkpoints.write_errors import WRITE_ERRORS, bytes_of, space, write_reason
-
-STAGING = ".saving"
-"""The folder of an output folder in which a checkpoint is written."""
 
 Write = Callable[[str, dict[str, Tensor]], None]
 """Writes weights into a folder."""

@@ -108,7 +108,7 @@ def assert_same_pairs(rows, tokenizer, max_length):
         for row in by_trl(trl.DPOTrainer, rows, tokenizer, max_length)
     ]
     dataset, _ = prepare_pairs(
-        Dataset.from_list(rows), tokenizer, PreferenceOptions(max_length=max_length), batch_size=2
+        Dataset.from_list(rows), tokenizer, PreferenceOptions(max_length=max_length, turns="whole"), batch_size=2
     )
     assert list(dataset) == expected
 
@@ -125,7 +125,11 @@ def test_whole_pairs_are_those_of_reward_trainer(name, template_tokenizer):
     rows = (PAIRS | TOKEN_PAIRS)[name]
     expected = by_trl(trl.RewardTrainer, rows, template_tokenizer, 90)
     dataset, ledger = prepare_pairs(
-        Dataset.from_list(rows), template_tokenizer, PreferenceOptions(max_length=90), batch_size=2, whole=True
+        Dataset.from_list(rows),
+        template_tokenizer,
+        PreferenceOptions(max_length=90, turns="whole"),
+        batch_size=2,
+        whole=True,
     )
     prepared = [{name: row["prompt_ids"] + row[name] for name in ("chosen_ids", "rejected_ids")} for row in dataset]
     assert prepared == [{name: row[name] for name in ("chosen_ids", "rejected_ids")} for row in expected]
@@ -146,7 +150,7 @@ def warnings_of(call):
 
 @pytest.mark.parametrize("name", ["texts", *TOKEN_PAIRS])
 def test_older_names_of_token_columns_are_warned_of_as_by_reward_trainer(name, template_tokenizer):
-    rows, options = (PAIRS | TOKEN_PAIRS)[name], PreferenceOptions(max_length=90)
+    rows, options = (PAIRS | TOKEN_PAIRS)[name], PreferenceOptions(max_length=90, turns="whole")
     by_theirs = warnings_of(lambda: by_trl(trl.RewardTrainer, rows, template_tokenizer, 90))
     ours = warnings_of(
         lambda: prepare_pairs(Dataset.from_list(rows), template_tokenizer, options, batch_size=2, whole=True)
@@ -176,7 +180,7 @@ def test_labelled_completions_are_those_of_kto_trainer(name, max_length, templat
     dataset, _ = prepare_unpaired(
         Dataset.from_list(LABELLED[name]),
         template_tokenizer,
-        PreferenceOptions(max_length=max_length),
+        PreferenceOptions(max_length=max_length, turns="whole"),
         batch_size=2,
         kl_block=3,
     )

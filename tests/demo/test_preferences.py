@@ -49,6 +49,7 @@ def test_margins_are_those_of_the_plain_computation(tmp_path, head):
     def value(question: Question, answer: str) -> float:
         messages = [*question.messages[:1], {"role": "assistant", "content": answer}]
         ids = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")["input_ids"]
+        ids = ids[:, : int((ids[0] == tokenizer.eos_token_id).nonzero()[-1]) + 1]
         output = model(input_ids=ids).logits
         if head is Value:
             return output.item()

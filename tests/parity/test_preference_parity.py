@@ -58,6 +58,9 @@ class Case:
     rows: int = 40
 
 
+WHOLE = {"turns": "whole"}
+
+
 def loss(*names: str, **flags: Any) -> Case:
     return Case(flags={"loss_type": list(names), **flags})
 
@@ -80,8 +83,8 @@ CASES = {
     "wpo": loss("sigmoid", use_weighting=True),
     "sync_ref_model": loss("sigmoid", sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.5),
     "dpo, implicit prompts": Case(format="implicit"),
-    "dpo, conversations": Case(format="explicit chat"),
-    "dpo, conversations, implicit prompts": Case(format="implicit chat"),
+    "dpo, conversations": Case(format="explicit chat", ours=WHOLE),
+    "dpo, conversations, implicit prompts": Case(format="implicit chat", ours=WHOLE),
     "dpo, lora": Case(lora=True, flags={"learning_rate": 3e-3}),
     "dpo, lora trained before": Case(lora=True, came=True, flags={"learning_rate": 3e-3}),
     "dpo, cut": Case(flags={"max_length": 70}),
@@ -96,14 +99,14 @@ CASES = {
     "kto, weighted": Case("kto", flags={"desirable_weight": 1.3, "undesirable_weight": 0.7, "beta": 0.3}),
     "kto, apo_zero_unpaired": Case("kto", flags={"loss_type": "apo_zero_unpaired"}),
     "kto, from pairs": Case("kto", "explicit"),
-    "kto, conversations": Case("kto", "unpaired chat"),
+    "kto, conversations": Case("kto", "unpaired chat", ours=WHOLE),
     "kto, lora": Case("kto", "unpaired", lora=True, flags={"learning_rate": 3e-3}),
     "kto, lora trained before": Case("kto", "unpaired", lora=True, came=True, flags={"learning_rate": 3e-3}),
     "kto, batch of two": Case("kto", "unpaired", flags={"per_device_train_batch_size": 2}),
     "kto, reference precomputed": Case("kto", "unpaired", ours={"precompute_ref_log_probs": True}),
     "reward": Case("reward"),
     "reward, implicit prompts": Case("reward", "implicit"),
-    "reward, conversations": Case("reward", "implicit chat"),
+    "reward, conversations": Case("reward", "implicit chat", ours=WHOLE),
     "reward, margins": Case("reward", "margins"),
     "reward, centred": Case("reward", flags={"center_rewards_coefficient": 0.01}),
     "reward, lora": Case("reward", lora=True, flags={"learning_rate": 3e-3}),

@@ -58,12 +58,30 @@ class TokenOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceOptions(TokenOptions):
+class TurnOptions(TokenOptions):
+    """How turns of the assistant are taken."""
+
+    turns: Turns = "as_generated"
+    """Whether the assistant's turns are taken as they are generated, each with the context that it would be given, or
+    as the whole conversation has them."""
+    thought_end: str | None = None
+    """What ends a thought that a prompt opens and the template never writes. None: such turns are refused."""
+    stop_ids: tuple[int, ...] = ()
+    """Tokens at which generation stops, beside the tokenizer's end token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.turns not in get_args(Turns):
+            raise ValueError(f"turns is {self.turns!r}; it must be one of {', '.join(get_args(Turns))}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions(TurnOptions):
     """The options of `prepare_pairs` and `prepare_unpaired`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions(TokenOptions):
+class PrepareOptions(TurnOptions):
     """The options of `prepare`. When packing, `max_length` is also the capacity of a bin."""
 
     own_token: ClassVar[bool] = False
@@ -74,20 +92,13 @@ class PrepareOptions(TokenOptions):
     formatting_func: Callable[[Mapping[str, Any]], Any] | None = None
     """Called with one row, returns its text or its messages."""
     assistant_only_loss: bool = False
-    """Score only what the assistant says; for conversations."""
-    turns: Turns = "as_generated"
-    """Whether the assistant's turns are trained as they are generated, each with the context that it would be given, or
-    stand in one row, the whole conversation; for `assistant_only_loss`."""
+    """Score only what the assistant says; for conversations. `turns` and its like are read with it alone."""
     roles_to_train: Sequence[str] | None = None
     """The roles of the messages that are scored. None: the assistant."""
     train_on_last_turn_only: bool = False
     """Score only the last of these messages."""
     prefix_sharing: bool = True
     """Whether rounds of a conversation go on from what they have in common, which is there once."""
-    thought_end: str | None = None
-    """What ends a thought that a prompt opens and the template never writes. None: such turns are refused."""
-    stop_ids: tuple[int, ...] = ()
-    """Tokens at which generation stops, beside the tokenizer's end token."""
     last_turn_only: bool = False
     """Score only the last message of a conversation: it is the completion, and what stands before it the prompt."""
     completion_only_loss: bool | None = None
@@ -105,8 +116,6 @@ class PrepareOptions(TokenOptions):
             raise ValueError(
                 f"packing_strategy is {self.packing_strategy!r}; it must be one of {', '.join(get_args(Strategy))}."
             )
-        if self.turns not in get_args(Turns):
-            raise ValueError(f"turns is {self.turns!r}; it must be one of {', '.join(get_args(Turns))}.")
         if self.completion_only_loss and self.formatting_func is not None:
             raise ValueError(
                 "completion_only_loss=True and formatting_func exclude each other: a formatted row is one text, "

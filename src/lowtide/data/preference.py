@@ -1,9 +1,11 @@
 """Preferences to token ids: pairs for DPO, ORPO, CPO and reward models, labelled completions for KTO.
 
-The prompt of a row is a column of its own, so that it can be computed once however many completions follow it. The
-tokens are those of TRL 1.16 (`DPOTrainer`, `KTOTrainer`, `RewardTrainer`); where they are not, `preference_formats`,
-`sides`, `truncation` and `kl_completions` say so. Also, TRL trains on pairs whose sides are the same, which we drop:
-their margin is zero whatever the model does. Caching and the ledger are those of supervised fine-tuning.
+The prompt of a row is a column of its own, so that it can be computed once however many completions follow it. An
+answer of a conversation is taken as it is generated, up to and including the token at which generation stops; with
+`turns="whole"` it is what the template writes of it. In that case, and in texts, the tokens are those of TRL 1.16
+(`DPOTrainer`, `KTOTrainer`, `RewardTrainer`); where they are not, `preference_formats`, `sides`, `truncation` and
+`kl_completions` say so. Also, TRL trains on pairs whose sides are the same, which we drop: their margin is zero
+whatever the model does. Caching and the ledger are those of supervised fine-tuning.
 """
 
 import logging

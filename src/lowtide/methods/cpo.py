@@ -38,6 +38,7 @@ class CPOOptions(CompletionOptions, VisionOptions):
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out."""
+        self.check_turns()
         if self.beta == 0 and LOSSES[self.loss_type].divides_by_beta:
             raise ValueError(f"beta=0 must be above 0 for loss_type={self.loss_type!r}, which divides by it")
         check_read(self, ("label_smoothing", "simpo_gamma"), LOSSES, [self.loss_type])

@@ -68,6 +68,7 @@ class DPOOptions(CompletionOptions, ReferenceOptions, VisionOptions):
             ValueError: an option has no such value, or two options exclude each other.
         """
         self.check_reference()
+        self.check_turns()
         chosen = set(self.loss_types)
         if not chosen:
             raise ValueError("loss_type is empty: name at least one loss")

@@ -29,6 +29,7 @@ class ORPOOptions(CompletionOptions, VisionOptions):
 
     def check(self) -> None:
         """Refuses what cannot work."""
+        self.check_turns()
 
 
 def loss(pairs: ReadPairs, counts: Counts, *, options: ORPOOptions) -> Outcome:

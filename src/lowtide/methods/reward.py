@@ -13,7 +13,7 @@ from lowtide.engine.heads.head import Stats
 from lowtide.engine.heads.value import VALUES, Value
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.shared.completions import completion_segments
-from lowtide.methods.shared.options import VisionOptions
+from lowtide.methods.shared.options import TurnOptions, VisionOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.methods.shared.rows import Pairs
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
@@ -26,7 +26,7 @@ MARGIN = "margin"
 
 
 @dataclass(kw_only=True)
-class RewardOptions(VisionOptions):
+class RewardOptions(TurnOptions, VisionOptions):
     """The options of reward modelling, under TRL's names and with its defaults."""
 
     learning_rate: float = option(1e-4, "The initial learning rate.")
@@ -52,6 +52,7 @@ class RewardOptions(VisionOptions):
 
     def check(self) -> None:
         """Refuses what cannot work."""
+        self.check_turns()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.shared.likelihood import likelihood
-from lowtide.methods.shared.options import VisionOptions
+from lowtide.methods.shared.options import TurnOptions, VisionOptions
 from lowtide.methods.shared.rows import Texts
 from lowtide.objectives.sft import LOSSES
 from lowtide.option import COUNT, NOT_NEGATIVE, option
@@ -88,19 +88,13 @@ class TextOptions:
 
 
 @dataclass(kw_only=True)
-class SFTOptions(TextOptions, VisionOptions):
+class SFTOptions(TextOptions, TurnOptions, VisionOptions):
     """The options of supervised fine-tuning, under TRL's names and with its defaults."""
 
     loss_type: str = option(
         "nll",
         "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629). TRL's chunked_nll is nll.",
         choices=[*LOSSES, "chunked_nll"],
-    )
-    turns: str = option(
-        "as_generated",
-        "With `assistant_only_loss`: each turn in the context that it would be generated in, or the whole conversation "
-        "as one row.",
-        choices=["as_generated", "whole"],
     )
     roles_to_train: list[str] | None = option(
         None, "With `assistant_only_loss`: the roles of the messages that are scored. None is the assistant's."
@@ -112,11 +106,6 @@ class SFTOptions(TextOptions, VisionOptions):
         True,
         "Compute what the rounds of a conversation have in common once. False repeats it; the numbers are equal.",
     )
-    thought_end: str | None = option(
-        None,
-        "With `assistant_only_loss`, where the prompt opens a thought that the template never writes (DeepSeek): what "
-        "ends it before the answer, such as '\\n</think>\\n\\n'.",
-    )
     label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
 
     def check(self) -> None:
@@ -126,6 +115,7 @@ class SFTOptions(TextOptions, VisionOptions):
             ValueError: an option has no such value, or two options exclude each other.
         """
         self.check_texts()
+        self.check_turns()
         if self.loss_type == "chunked_nll":  # TRL's older name of the same
             self.loss_type = "nll"
         if not self.assistant_only_loss:

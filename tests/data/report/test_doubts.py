@@ -196,16 +196,26 @@ ENDLESS_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}: {{ m['co
 MARKED_TEMPLATE = ENDLESS_TEMPLATE.replace("\n", "<|endoftext|>")
 
 
-@pytest.mark.parametrize(("template", "ends"), [(None, True), (ENDLESS_TEMPLATE, False), (MARKED_TEMPLATE, True)])
+NO_END, NO_STOP = "writes no special token after what the assistant says", "writes no token at which generation stops"
+A_PAIR = {"prompt": [user("How?")], "chosen": [said("a")], "rejected": [said("b")]}
+
+
 @pytest.mark.parametrize(
-    ("prepares", "row"),
-    [(sft, chat("72")), (pairs, {"prompt": [user("How?")], "chosen": [said("a")], "rejected": [said("b")]})],
+    ("prepares", "row", "template", "told"),
+    [
+        *((prepares, row, None, None) for prepares, row in ((sft, chat("72")), (pairs, A_PAIR))),
+        *(
+            (sft, chat("72"), template, told)
+            for template, told in ((ENDLESS_TEMPLATE, NO_END), (MARKED_TEMPLATE, None))
+        ),
+        *((pairs, A_PAIR, template, NO_STOP) for template in (ENDLESS_TEMPLATE, MARKED_TEMPLATE)),
+    ],
 )
-def test_a_template_that_writes_no_end_is_warned_of(prepares, row, template, ends, tokenizer, caplog):
+def test_a_template_that_writes_no_end_is_warned_of(prepares, row, template, told, tokenizer, caplog):
     tokenizer.chat_template = template or tokenizer.chat_template
     with caplog.at_level(logging.WARNING):
         prepares([row], tokenizer)
-    assert caplog.text.count("the chat template writes no special token after what the assistant says") == 1 - ends
+    assert [text for text in (NO_END, NO_STOP) for _ in range(caplog.text.count(text))] == [told] * (told is not None)
 
 
 def test_rows_that_are_left_out_are_counted(tokenizer, caplog):

@@ -25,6 +25,7 @@ NOT_TRAINED = {
     "desirable_weight": "a weight of 2^64 overflows gradients, and the message is of these",
     "undesirable_weight": "likewise",
     "beta": "likewise, at 1e30",
+    "alpha": "likewise: p^-21 overflows",
     "dataloader_num_workers": "starts processes",
     "output_dir": "writes there",
     "memory_report": "writes there",

@@ -39,7 +39,7 @@ NEUTRAL = (
 """Options that don't change how a single row is prepared; the limits on its length count as truncation does, and how
 rounds are laid as what it comes to."""
 OF_TURNS = ("turns", "stop_ids", "roles_to_train", "train_on_last_turn_only", "thought_end")
-"""Those that are read where the assistant's turns alone are scored."""
+"""Those that texts and conversations read where the assistant's turns alone are scored."""
 
 
 def rows_fingerprint(
@@ -55,7 +55,7 @@ def rows_fingerprint(
         for field in dataclasses.fields(options)
         if field.name not in (*NEUTRAL, "formatting_func")
     }
-    if not values.get("assistant_only_loss"):
+    if values.get("assistant_only_loss") is False:
         values = {name: value for name, value in values.items() if name not in OF_TURNS}
     return combine(
         VERSION,

@@ -11,7 +11,8 @@ more follows there is no such span in the whole, and the conversation is refused
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
 from itertools import groupby
@@ -24,7 +25,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from lowtide.compat.templates.jinja import TEMPLATE_FAILURES, TemplateOverrun, limit_templates
 from lowtide.data.encode.message_form import MessageForm
 from lowtide.data.encode.named_templates import NAMED, template_named
-from lowtide.data.encode.rounds import Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of
+from lowtide.data.encode.rounds import Answer, Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of
 from lowtide.data.encode.turn_ends import TurnEnds
 from lowtide.data.formats.conversation import Message, assistant_turns
 from lowtide.data.formats.images import in_parts
@@ -50,6 +51,7 @@ class ChatEncoder:
         thought_end: what ends a thought that the prompt opens and the template never writes.
         by_turns: the assistant's turns are taken as they are generated, unless the template's marks say what is scored
             or contents come in parts.
+        heeds_marks: whether marks say what is scored; else what follows a prompt is, and marks are not read.
 
     Raises:
         ValueError: there is no template.
@@ -64,6 +66,7 @@ class ChatEncoder:
         stop_ids: Sequence[int] = (),
         thought_end: str | None = None,
         by_turns: bool = False,
+        heeds_marks: bool = True,
     ) -> None:
         if template is None and not tokenizer.chat_template:
             name = tokenizer.name_or_path or type(tokenizer).__name__
@@ -76,7 +79,8 @@ class ChatEncoder:
         self.template = template
         self.in_parts = in_parts
         self.stop_ids, self.thought_end = tuple(stop_ids), thought_end
-        self.has_marks = bool(tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template)))
+        marked = tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template))
+        self.has_marks = bool(heeds_marks and marked)
         self.by_turns = by_turns and not self.has_marks and not in_parts
         self._told_of_ends = False
         self._unwritten = UnwrittenParts(self.text)
@@ -188,14 +192,10 @@ class ChatEncoder:
         turns: list[list[Turn]] = []
         wholes: list[str] = []
         for row, (chat, numbers) in enumerate(zip(chats, wanted, strict=True)):
-            talk = self._talk(chat)
-            try:
+            with _of_row(row, place):
+                talk = self._talk(chat)
                 turns.append([self._turn(talk, number, chat) for number in numbers])
                 wholes.append(talk.text(len(talk.messages)))
-            except UnclearTurn as error:
-                raise place.error(row, error) from error
-            except TEMPLATE_FAILURES as error:
-                raise place.error(row, _cannot_render(error)) from error
             self._tell_of_ends(turns[-1], place.source)
         pairs = iter(encode_turns([turn for each in turns for turn in each], self._ids, self._anchor))
         of_wholes = zip(turns, self._ids(wholes), strict=True)
@@ -203,6 +203,22 @@ class ChatEncoder:
         return [
             [replace(row, doubt=reduce(or_, (turn.doubt for turn in each), NO_DOUBT)) for row in rows]
             for each, rows in zip(turns, made, strict=True)
+        ]
+
+    def encode_answers(self, chats: Sequence[ChatSample], place: RowPlace) -> list[Answer]:
+        """The last message of each conversation, which is the assistant's, as it is generated.
+
+        Raises:
+            ValueError: as `encode_rounds`.
+        """
+        turns: list[Turn] = []
+        for row, chat in enumerate(chats):
+            with _of_row(row, place):
+                turns.append(self._turn(self._talk(chat), len(chat.messages) - 1, chat))
+            self._tell_of_ends(turns[-1:], place.source)
+        pairs = encode_turns(turns, self._ids, self._anchor)
+        return [
+            Answer(context, context + target, turn.doubt) for (context, target), turn in zip(pairs, turns, strict=True)
         ]
 
     def look_at_ends(self, chat: ChatSample, source: str) -> None:
@@ -420,6 +436,17 @@ def _marked_turns(mask: Sequence[float], weights: Sequence[float], row: int, pla
         )
     each = iter(weights)
     return [value for bit, length in runs for value in [next(each) if bit else 0.0] * length]
+
+
+@contextmanager
+def _of_row(row: int, place: RowPlace) -> Iterator[None]:
+    """Names the row of what a template fails on, or can't tell."""
+    try:
+        yield
+    except UnclearTurn as error:
+        raise place.error(row, error) from error
+    except TEMPLATE_FAILURES as error:
+        raise place.error(row, _cannot_render(error)) from error
 
 
 def _cannot_render(error: BaseException) -> str:

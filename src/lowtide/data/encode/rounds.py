@@ -50,6 +50,17 @@ class Round:
     """What is doubtful in the conversation."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The token ids of a prompt and of what follows it."""
+
+    prompt: list[int]
+    """Of the prompt alone; none where a row does not say where it ends."""
+    token_ids: list[int]
+    """Of both together."""
+    doubt: Doubt = NO_DOUBT
+
+
 class Talk:
     """The renderings of one conversation, each made once.
 

@@ -1,8 +1,9 @@
 """Rows of preferences to token ids: each side whole, and how many of its tokens are the prompt.
 
-The token boundaries are those of TRL 1.16 (`DPOTrainer`, `KTOTrainer` and `RewardTrainer`): a completion begins where
-the tokens of the prompt alone and of prompt and completion together diverge, and both sides of a pair at the earlier
-of their two boundaries.
+A completion that is one message of the assistant is taken as it is generated (see `rounds`), and ends with the token at
+which generation stops. With `turns="whole"`, and in texts, the token boundaries are those of TRL 1.16 (`DPOTrainer`,
+`KTOTrainer` and `RewardTrainer`): a completion begins where the tokens of the prompt alone and of prompt and completion
+together diverge, and both sides of a pair at the earlier of their two boundaries.
 
 Where we differ: the implicit prompt of two texts is the tokens that both begin with, each side being tokenized once
 and whole. TRL takes the characters that both begin with, and tokenizes these alone; its prompt may end inside a word,
@@ -19,12 +20,13 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.token_rows import TokenRows, flatten
 from lowtide.data.encode.chat import ChatEncoder
+from lowtide.data.encode.rounds import Answer
 from lowtide.data.encode.rows import check_ids, shared_prefix
 from lowtide.data.encode.text import TextEncoder
 from lowtide.data.formats.preferences import PreferenceSample
 from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PreferenceOptions
-from lowtide.data.report.doubts import Doubt, doubts_of, ending_ids, special_ids, without
+from lowtide.data.report.doubts import NO_DOUBT, Doubt, doubts_of, ending_ids, special_ids, without
 
 TokenLists = list[list[int]]
 SIDE_NAMES = {1: ("completion",), 2: ("chosen", "rejected")}
@@ -68,7 +70,14 @@ class SideEncoder:
         first = row_format.read_batch({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.sides[0].kind
         self.is_paired = len(first.sides) == 2
+        self.is_implicit = _is_implicit(first.sides[0])
         self.encoder = _encoder(first.sides[0], tokenizer, options, source)
+        self._by_turns = isinstance(self.encoder, ChatEncoder) and self.encoder.by_turns
+        if options.thought_end is not None and not self._by_turns:
+            raise ValueError(
+                f"{source}: thought_end={options.thought_end!r} requires conversations without images and "
+                "turns='as_generated': leave it out."
+            )
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> EncodedSides:
         """Encode a batch of columns, whose rows have these numbers in the dataset.
@@ -81,31 +90,66 @@ class SideEncoder:
         for index, row in enumerate(rows):
             if row.sides[0].kind != self.kind:
                 raise place.error(index, f"this is a {row.sides[0].kind}, and the dataset's first row a {self.kind}.")
-        samples = list(zip(*(row.sides for row in rows), strict=True))
-        token_ids = [self.encoder.encode(side, place) for side in samples]
-        if self.whole or _is_implicit(rows[0].sides[0]):
-            lengths = [self._common_lengths(token_ids[0], token_ids[1], place)] * len(samples)
+        if not (self.whole or self.is_implicit):
+            self._check_prompts(rows, place)
+        encoded = self._encoded(rows, place)
+        token_ids = [[each.token_ids for each in side] for side in encoded]
+        if self.whole or self.is_implicit:
+            lengths = [self._common_lengths(token_ids[0], token_ids[1], place)] * len(encoded)
             prompt_lengths = lengths[0]
         else:
-            self._check_prompts(rows, place)
-            prompts = self.encoder.encode_prompts(samples[0], place)
             lengths = [
-                np.array([shared_prefix(*both) for both in zip(prompts, side, strict=True)], dtype=np.int64)
-                for side in token_ids
+                np.array([shared_prefix(each.prompt, each.token_ids) for each in side], dtype=np.int64)
+                for side in encoded
             ]
-            prompt_lengths = np.array([len(prompt) for prompt in prompts])
+            prompt_lengths = np.array([len(each.prompt) for each in encoded[0]])
         sides = []
-        for name, given, side, length in zip(SIDE_NAMES[len(samples)], samples, token_ids, lengths, strict=True):
-            flat, offsets = flatten(side)
-            check_ids(f"the row's {name} side", flat, offsets, self.vocab_size, place)
-            encoded = TokenRows(flat, flat, offsets, length, length < prompt_lengths)
-            sides.append(replace(encoded, doubts=self._doubts(given, encoded)))
+        for number, (ids, length) in enumerate(zip(token_ids, lengths, strict=True)):
+            flat, offsets = flatten(ids)
+            check_ids(f"the row's {SIDE_NAMES[len(encoded)][number]} side", flat, offsets, self.vocab_size, place)
+            side = TokenRows(flat, flat, offsets, length, length < prompt_lengths)
+            doubts = self._doubts([row.sides[number] for row in rows], side)
+            doubts |= np.array([each.doubt for each in encoded[number]], dtype=np.int64)
+            sides.append(replace(side, doubts=doubts))
         return EncodedSides(rows, sides)
 
+    def _encoded(self, rows: Sequence[PreferenceSample], place: RowPlace) -> list[list[Answer]]:
+        """Each side of each row."""
+        generated = [self._by_turns and all(map(self._ends_as_generated, row.sides)) for row in rows]
+        made: list[list[Answer]] = [[]] * len(rows)
+        for encode, how in ((self._answers, True), (self._taken_whole, False)):
+            these = [number for number, each in enumerate(generated) if each == how]
+            if these:
+                sides = list(zip(*(rows[number].sides for number in these), strict=True))
+                encoded = encode(sides, RowPlace(place.source, [place.numbers[number] for number in these]))
+                for number, *answers in zip(these, *encoded, strict=True):
+                    made[number] = answers
+        return [list(side) for side in zip(*made, strict=True)]
+
+    def _ends_as_generated(self, side: Sample) -> bool:
+        """Whether a side is a prompt and one message of the assistant; as far as a reward model goes, whether it ends
+        with such a message."""
+        assert isinstance(side, ChatSample)
+        answers = side.messages[-1:] if self.whole else side.messages[side.prompt_messages or 0 :]
+        return [each["role"] for each in answers] == ["assistant"]
+
+    def _answers(self, sides: Sequence[Sequence[ChatSample]], place: RowPlace) -> list[list[Answer]]:
+        """Sides as they are generated."""
+        return [self.encoder.encode_answers(side, place) for side in sides]
+
+    def _taken_whole(self, sides: Sequence[Sequence[Any]], place: RowPlace) -> list[list[Answer]]:
+        """Sides as they stand."""
+        doubt = Doubt.SEVERAL_TURNS if self._by_turns and not self.whole else NO_DOUBT
+        prompts: TokenLists = [[] for _ in sides[0]]
+        if not (self.whole or self.is_implicit):
+            prompts = self.encoder.encode_prompts(sides[0], place)
+        encoded = (zip(prompts, self.encoder.encode(side, place), strict=True) for side in sides)
+        return [[Answer(prompt, ids, doubt) for prompt, ids in side] for side in encoded]
+
     def _doubts(self, samples: Sequence[Sample], side: TokenRows) -> Int[np.ndarray, " rows"]:
-        """What is doubtful in one side of each row."""
+        """What is doubtful in one side of each row, by what is read of it."""
         doubts = doubts_of(samples)
-        if not (self.whole or _is_implicit(samples[0])):
+        if not (self.whole or self.is_implicit):
             doubts |= Doubt.NO_ANSWER * without(side, self.saying_nothing, others=True)
         if isinstance(samples[0], TokenSample):
             doubts |= Doubt.NO_END * without(side, self.ending)
@@ -154,7 +198,14 @@ def _encoder(first: Sample, tokenizer: PreTrainedTokenizerBase, options: Prefere
     if isinstance(first, TextSample):
         return TextEncoder(tokenizer)
     if isinstance(first, ChatSample):
-        return ChatEncoder.for_rows(first, tokenizer, options.chat_template, source, in_parts=options.contents_in_parts)
+        return ChatEncoder.for_rows(
+            *(first, tokenizer, options.chat_template, source),
+            in_parts=options.contents_in_parts,
+            stop_ids=options.stop_ids,
+            thought_end=options.thought_end,
+            by_turns=options.turns == "as_generated",
+            heeds_marks=False,
+        )
     return _TokenEncoder()
 
 

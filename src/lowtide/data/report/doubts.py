@@ -33,6 +33,7 @@ class Doubt(IntFlag):
     OTHER_MASK = 16
     NOT_SHOWN = 32
     EMPTY_THOUGHT = 64
+    SEVERAL_TURNS = 128
 
 
 NO_DOUBT = Doubt(0)
@@ -51,10 +52,12 @@ SAID = {
     Doubt.EMPTY_THOUGHT: "a message without thoughts is scored with the empty ones that the chat template writes, as "
     "the model has to write them. Where the prompt is to have them already, give the rows chat_template_kwargs such as "
     "{'enable_thinking': False}.",
+    Doubt.SEVERAL_TURNS: "a completion is not one message of the assistant alone, and it is taken as the chat template "
+    "writes the whole conversation, and not as it is generated. Keep the messages that both sides have in the prompt.",
     Doubt.NO_END: "no token ends the completion or the text, and the model does not learn to stop: rows that are token "
     "ids get no end token. Put the tokenizer's end token after them.",
 }
-DOUBT_NOTES = {"doubts": Value("int8"), "row": Value("int64")}
+DOUBT_NOTES = {"doubts": Value("int16"), "row": Value("int64")}
 """Columns of prepared rows: `Doubt`, and the number of the row in the dataset."""
 Found = dict[Doubt, tuple[int, int]]
 """By doubt: how many rows it is about, and the number of the first."""
@@ -123,7 +126,7 @@ def rows_with(marks: Bool[np.ndarray, " tokens"], offsets: Int[np.ndarray, " row
 def doubt_column(sides: Sequence[TokenRows]) -> pa.Array:
     """The note `doubts`, of rows with these sides."""
     noted = [np.zeros(len(side), dtype=np.int64) if side.doubts is None else side.doubts for side in sides]
-    return pa.array(np.bitwise_or.reduce(noted), pa.int8())
+    return pa.array(np.bitwise_or.reduce(noted), pa.int16())
 
 
 def with_numbers(table: pa.Table, numbers: Sequence[int]) -> pa.Table:

@@ -11,7 +11,35 @@ from lowtide.option_values import in_float32
 
 
 @dataclass(kw_only=True)
-class CompletionOptions:
+class TurnOptions:
+    """Of the methods that take turns of conversations as they are generated."""
+
+    turns: str = option(
+        "as_generated",
+        "Each turn that is learned in the context that it would be generated in, or the whole conversation as one row. "
+        "In SFT: with `assistant_only_loss`.",
+        choices=["as_generated", "whole"],
+    )
+    thought_end: str | None = option(
+        None,
+        "Where the prompt opens a thought that the template never writes (DeepSeek): what ends it before the answer, "
+        "such as '\\n</think>\\n\\n'. In SFT: with `assistant_only_loss`.",
+    )
+
+    def check_turns(self) -> None:
+        """Refuses the end of a thought where whole conversations are taken.
+
+        Raises:
+            ValueError: naming the options and the way out.
+        """
+        if self.thought_end is not None and self.turns == "whole":
+            raise ValueError(
+                f"thought_end={self.thought_end!r} requires turns='as_generated': set that, or leave thought_end out"
+            )
+
+
+@dataclass(kw_only=True)
+class CompletionOptions(TurnOptions):
     """Of the methods over prompts and completions, under TRL's names and with its defaults."""
 
     learning_rate: float = option(1e-6, "The initial learning rate.")

@@ -268,11 +268,15 @@ class _Completions(RowLayout):
     def data_options(self, how: Preparation) -> PreferenceOptions:
         """The options of data, as preparation takes them."""
         options = how.options
-        names = ("max_length", "truncation_mode", "max_prompt_length", "max_completion_length", "eos_token")
+        own = {each.name for each in dataclasses.fields(PreferenceOptions)}
+        alike = {name: getattr(options, name) for name in own if hasattr(options, name)}
         return PreferenceOptions(
-            **{name: getattr(options, name) for name in names if hasattr(options, name)},
-            num_proc=options.dataset_num_proc,
-            vocab_size=how.vocab_size,
+            **{
+                **alike,
+                "num_proc": options.dataset_num_proc,
+                "vocab_size": how.vocab_size,
+                "stop_ids": how.stop_ids,
+            }
         )
 
     def collator(

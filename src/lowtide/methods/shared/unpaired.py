@@ -40,6 +40,7 @@ class UnpairedOptions(CompletionOptions, ReferenceOptions, VisionOptions):
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out."""
         self.check_reference()
+        self.check_turns()
 
 
 def read_unpaired(batch: RaggedBatch, stats: Stats, reference: Float[Tensor, " scores"] | None) -> Unpaired:

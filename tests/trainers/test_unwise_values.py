@@ -67,7 +67,9 @@ def test_dropouts_of_a_part_are_looked_at():
 
 @pytest.mark.parametrize("saves", ["no", "steps"])
 def test_an_output_folder_that_cannot_be_made_is_refused(saves):
-    with pytest.raises(ValueError, match=r"output_dir='/proc/x/y' cannot be made in '/proc' \(No such file"):
+    with pytest.raises(
+        ValueError, match=r"output_dir='/proc/x/y' cannot be written: no folder can be made in '/proc' \(No such file"
+    ):
         trainer("dpo", Path("/proc/x/y"), save_strategy=saves)
 
 

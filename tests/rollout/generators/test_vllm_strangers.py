@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
 from http.server import BaseHTTPRequestHandler
 
@@ -124,3 +125,41 @@ def test_an_answer_without_end_is_not_read(tmp_path):
         assert len(sent) < 100
     finally:
         running.stop()
+
+
+@pytest.mark.parametrize("piece", [b"HTTP/1.1 100 Continue\r\n\r\n", b"a"], ids=["to be continued", "a header's end"])
+def test_an_answer_that_never_begins_is_awaited_for_its_time(piece):
+    """Each piece comes within the socket's own timeout."""
+
+    def answer(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 " if piece == b"a" else piece)
+            while True:
+                connection.sendall(piece)
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=answer, args=(listening,), daemon=True).start()
+        begin = time.monotonic()
+        with pytest.raises(ServerError, match=r"did not answer /info within 0.4 seconds"):
+            Calls(f"http://127.0.0.1:{listening.getsockname()[1]}", 0.4).get("/info")
+        assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("hosts", [("[::1",), ("127.0.0.1", "evil.example")])
+def test_hosts_that_are_none_or_two_are_refused(running, hosts):
+    named = "".join(f"Host: {host}\r\n" for host in hosts)
+    with socket.create_connection(("127.0.0.1", running.server.port), timeout=5) as stranger:
+        secret = bearer(running)["Authorization"]
+        stranger.sendall(f"GET /info HTTP/1.1\r\n{named}Authorization: {secret}\r\n\r\n".encode())
+        assert stranger.recv(1 << 16).split()[1] == b"403"
+
+
+def test_what_is_refused_is_no_traceback_on_the_server(running, caplog):
+    with caplog.at_level("WARNING"):
+        assert status(running, "/weights/end", **bearer(running)) == 400
+    (record,) = caplog.records
+    assert record.getMessage().startswith("what was asked is refused: ")
+    assert record.exc_info is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import pytest
 import torch
 
 from lowtide import SFTConfig
@@ -89,3 +90,34 @@ def test_secrets_of_other_services_in_lists_and_in_addresses_are_cleared():
         "mail": "me@host",
     }
     assert given == kept
+
+
+HF, KEY = "hf_" + "a" * 30, "AKIA" + "B" * 16
+
+
+@pytest.mark.parametrize(
+    ("given", "cleared"),
+    [
+        ({"dataset": "https://me:pa@ss@host/x"}, {"dataset": "https://host/x"}),
+        ({"dataset": f"https://{HF}@host/x"}, {"dataset": "https://host/x"}),
+        ({"dataset": "ssh://git@host/x"}, {"dataset": "ssh://git@host/x"}),
+        ({"dataset": f"s3://{KEY}:word/bucket"}, {"dataset": "s3:///bucket"}),
+        ({"dataset": "https://host/?token=abc&x=1"}, {"dataset": "https://host/?token=&x=1"}),
+        ({"dataset": "https://host/?X-Amz-Signature=abc"}, {"dataset": "https://host/?X-Amz-Signature="}),
+        ({"env": [f"A={HF}", "WANDB_API_KEY=abc", "B=1"]}, {"env": ["A=", "WANDB_API_KEY=", "B=1"]}),
+        ({"run_name": f"by {HF}, twice"}, {"run_name": "by , twice"}),
+        (
+            {"storage_options": {"sas_token": "x", "account_key": "x"}},
+            {"storage_options": dict.fromkeys(("sas_token", "account_key"))},
+        ),
+        (
+            {"credentials": {"id": 1}, "auth": ("me", "word"), "cookie": "a", "pwd": "b"},
+            {"credentials": None, "auth": (None, None), "cookie": None, "pwd": None},
+        ),
+        ({"hub_access_tokens": ["a"]}, {"hub_access_tokens": [None]}),
+        ({"key": "-----BEGIN PRIVATE KEY-----\nabc"}, {"key": None}),
+        ({"special": {"pad_token": "<pad>", "tokens": ["<a>"], "token_ids": [1], "optim_args": "eps=1"}}, None),
+    ],
+)
+def test_secrets_within_texts_and_of_further_services_are_cleared(given, cleared):
+    assert without_secrets(given) == (given if cleared is None else cleared)

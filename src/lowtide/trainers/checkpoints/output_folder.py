@@ -60,9 +60,10 @@ def _check_writable(folder: Path, *, saves: bool) -> None:
         with tempfile.TemporaryDirectory(prefix=STAGING, dir=there):
             pass
     except OSError as error:
-        what = "cannot be written to" if there == folder else f"cannot be made in {str(there)!r}"
+        where = "" if there == folder else f": no folder can be made in {str(there)!r}"
         raise ValueError(
-            f"output_dir={str(folder)!r} {what} ({error.strerror}): name a folder that this run may write to"
+            f"output_dir={str(folder)!r} cannot be written{where} ({error.strerror}). Name a folder that this run may "
+            "write to"
         ) from error
 
 

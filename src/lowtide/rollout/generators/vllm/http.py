@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +32,29 @@ class Refused(ServerError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextlib.contextmanager
+def _ended_at(until: float, connected: socket.socket) -> Iterator[None]:
+    """Ends a connection at a time, however little is sent on it now and then: a socket's own timeout is of one read.
+
+    Raises:
+        TimeoutError: the time is over.
+    """
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(until - time.monotonic(), 0.0), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if time.monotonic() >= until:
+        raise TimeoutError
 
 
 class Calls:
@@ -105,15 +131,17 @@ class Calls:
         until = time.monotonic() + timeout
         connection = self._kind(self._parts.hostname or "", self._parts.port, timeout=timeout)
         try:
-            connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
-            response = connection.getresponse()
-            content = self._read(connection, response, until, MOST_BYTES + most)
-        except TimeoutError as error:
-            raise ServerError(
-                f"the vLLM server at {self.url} did not answer {path} within {timeout:g} seconds: it hangs, or what it "
-                "was asked takes longer (raise vllm_server_timeout then)"
-            ) from error
+            connection.connect()
+            with _ended_at(until, connection.sock):
+                connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
+                response = connection.getresponse()
+                content = self._read(response, MOST_BYTES + most)
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError) or time.monotonic() >= until:
+                raise ServerError(
+                    f"the vLLM server at {self.url} did not answer {path} within {timeout:g} seconds: it hangs, or "
+                    "what it was asked takes longer (raise vllm_server_timeout then)"
+                ) from error
             raise ServerError(
                 f"the vLLM server at {self.url} cannot be reached, or went away during {path}: "
                 f"{error or type(error).__name__}"
@@ -123,19 +151,14 @@ class Calls:
         return self._content(path, response.status, content)
 
     @staticmethod
-    def _read(connection: Any, response: http.client.HTTPResponse, until: float, most: int) -> bytes:
-        """All that is answered; a server that sends ever so little now and then is given no more time for it."""
+    def _read(response: http.client.HTTPResponse, most: int) -> bytes:
+        """All that is answered."""
         parts, size = [], 0
         while part := response.read1(CHUNK):
             parts.append(part)
             size += len(part)
             if size > most:
                 raise http.client.HTTPException(f"its answer has more than the {most:,} bytes that were asked for")
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            if isinstance(connection.sock, socket.socket):
-                connection.sock.settimeout(left)
         if response.length:
             raise http.client.IncompleteRead(b"", response.length)
         return b"".join(parts)

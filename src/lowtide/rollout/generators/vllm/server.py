@@ -121,7 +121,10 @@ class Service:
             else:
                 self._write(jobs)
         except Exception as error:
-            logger.exception("what was asked failed")
+            if isinstance(error, ValueError):  # of who asked, and told to him
+                logger.warning("what was asked is refused: %s", error)
+            else:
+                logger.exception("what was asked failed")
             for job in jobs:
                 job.error = error
         for job in jobs:
@@ -240,7 +243,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def _is_refused(self) -> bool:
         """Whether this call is a stranger's; if so, it has been told."""
-        if "Origin" in self.headers or not _is_address_or(self.headers.get("Host", ""), self.names):
+        hosts = self.headers.get_all("Host") or [""]
+        if "Origin" in self.headers or len(hosts) > 1 or not _is_address_or(hosts[0], self.names):
             self._say(403, {"error": "the server answers programs that call this machine by its address or name"})
             return True
         if not is_authorized(self.headers.get("Authorization"), self.secret):
@@ -320,7 +324,7 @@ def handler_of(service: Service, secret: str, host: str = "127.0.0.1") -> type[B
 
 def _is_address_or(host: str, names: set[str]) -> bool:
     """Whether a header `Host` has an IP address or one of these names; a page that leads its own name here does not."""
-    name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+    name = host[1:].partition("]")[0] if host.startswith("[") and "]" in host else host.partition(":")[0]
     if name.lower() in names:
         return True
     try:

@@ -30,8 +30,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; the exit status."""
-    from lowtide.cli.training.train import check_writable
     from lowtide.demo.run import Sizes, run_demo
+    from lowtide.trainers.checkpoints.output_folder import check_writable
 
     check_writable(arguments.output_dir)
     method = arguments.method

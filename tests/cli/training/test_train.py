@@ -206,7 +206,9 @@ def test_an_output_folder_that_cannot_be_written_is_said_before_any_work(sft, tm
     monkeypatch.setattr(train.RunOptions, "load", lambda *args, **kwargs: pytest.fail("work was begun"))
     status, _, err = sft("--output_dir", str(tmp_path / "file" / "run"))
     assert status == 2
-    assert f"output_dir '{tmp_path}/file/run' cannot be written: Not a directory. Name another --output_dir" in err
+    assert (
+        f"output_dir='{tmp_path}/file/run' cannot be written: no folder can be made in '{tmp_path}/file' (Not a" in err
+    )
 
 
 @pytest.mark.parametrize("name", ["model", "dataset", "eval_dataset"])

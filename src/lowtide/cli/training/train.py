@@ -13,7 +13,6 @@ import inspect
 import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -396,7 +395,6 @@ def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **c
     values.pop("resume_from_checkpoint", None)
     models = {name: value for name, value in values.items() if "model" in name}
     check_output(Path(values["output_dir"]), what.read() | models)
-    check_writable(Path(values["output_dir"]))
     return TrainingCommand(arguments.method, values, what, adapters)
 
 
@@ -445,23 +443,6 @@ def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option],
     _say(f"The model is in {output}; this repeats the run: {shlex.join(again)}", config)
     leave()
     return 0
-
-
-def check_writable(folder: Path) -> None:
-    """Make an output folder and a file in it: a run of hours should not end in finding that this cannot be done.
-
-    Raises:
-        UsageError: naming the folder and the system's reason.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UsageError(
-            f"output_dir {str(folder)!r} cannot be written: {reason}. Name another --output_dir"
-        ) from error
 
 
 def _checkpoint(wanted: str | None, output: Path) -> str | bool | None:

@@ -34,7 +34,8 @@ def check_output(folder: Path, read: Mapping[str, Any], *, saves: bool = True) -
         raise ValueError(f"output_dir={str(folder)!r} has a zero byte, which no name of a folder has")
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir={str(folder)!r} is a file: name a folder, or one that is not there yet")
-    _check_writable(folder, saves=saves)
+    if saves or not folder.is_dir():
+        check_writable(folder)
     if not saves:
         return
     for name, value in read.items():
@@ -51,10 +52,13 @@ def check_output(folder: Path, read: Mapping[str, Any], *, saves: bool = True) -
             )
 
 
-def _check_writable(folder: Path, *, saves: bool) -> None:
-    """Refuses a folder that cannot be made, or written into by a run that saves, by making one there for a moment."""
-    if folder.is_dir() and not saves:
-        return
+def check_writable(folder: Path) -> None:
+    """Refuses a folder that cannot be made or written into: a run of hours should not end in finding that. A folder is
+    made there for a moment.
+
+    Raises:
+        ValueError: naming the folder and the system's reason.
+    """
     there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
     try:
         with tempfile.TemporaryDirectory(prefix=STAGING, dir=there):

@@ -37,6 +37,7 @@ TRAINERS = (
     "grpo",
     "rloo",
     "gkd",
+    "distillation",
     "masked-lm",
     "replaced-token-detection",
     "seq2seq",

@@ -28,6 +28,8 @@ NAMES = [
     "DataCollatorWithFlattening",
     "DatasetConfig",
     "DatasetMixtureConfig",
+    "DistillationConfig",
+    "DistillationTrainer",
     "GKDConfig",
     "GKDTrainer",
     "GRPOConfig",

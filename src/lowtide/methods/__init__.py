@@ -80,6 +80,11 @@ METHODS = MethodTable(
             "BCO", "binary classifier optimization: single answers that are desirable or not, against a reference"
         ),
         "gkd": MethodRow("GKD", "generalized knowledge distillation: a student follows a teacher's distributions"),
+        "distillation": MethodRow(
+            "Distillation",
+            "on-policy distillation: a teacher's distributions on completions that the student writes",
+            module="lowtide.methods.online.distillation",
+        ),
         "grpo": MethodRow(
             "GRPO",
             "group relative policy optimization: completions that the model writes, rewarded against each other",

@@ -393,8 +393,8 @@ def check_prefixes(engine: Engine, model: nn.Module, args: TrainingConfig, *, ro
     if not wanted or not engine.padding_free:
         return wanted
     what, row = ("what rounds have in common is", "rounds") if rounds else ("prompts are", "completions")
-    alike, longest = rows_alike(causal_model(model)), _longest_row(args)
-    if alike is not None and (longest is None or longest > alike):
+    alike = rows_alike(causal_model(model))
+    if prompts_unlike(model, args):
         kind = kinds_by_length(causal_model(model))[0]
         logger.warning(
             f"{what} repeated: this model's rotary embeddings ({kind}) are others for rows above {alike:,} "
@@ -408,6 +408,12 @@ def check_prefixes(engine: Engine, model: nn.Module, args: TrainingConfig, *, ro
             f"{engine.found.prefix_error:.2g} nats from those after its own"
         )
     return engine.found.shares_prefixes
+
+
+def prompts_unlike(model: nn.Module, args: Any) -> bool:
+    """Whether rows that begin alike may have other rotary embeddings, as their lengths say."""
+    alike, longest = rows_alike(causal_model(model)), _longest_row(args)
+    return alike is not None and (longest is None or longest > alike)
 
 
 def _longest_row(args: Any) -> int | None:

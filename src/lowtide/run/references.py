@@ -63,6 +63,8 @@ class ReferenceMaker:
         """The name that the policy was loaded by, where a streamed copy of it is loaded once more."""
         self.sees_images = False
         """Whether it is given rows with images."""
+        self.sees_prefixes = False
+        """Whether it is given segments that go on from others."""
         self.temperature = float(getattr(args, "scored_at", 1.0))
         """At which an online method compares."""
 
@@ -261,18 +263,17 @@ class ReferenceMaker:
         return reference
 
 
-def check_its_tokenizer(
-    what: str, name: str, tokenizer: PreTrainedTokenizerBase | None, *, trust_remote_code: bool
-) -> None:
+def check_its_tokenizer(what: str, name: str, tokenizer: PreTrainedTokenizerBase | None, **how: Any) -> None:
     """Refuses a model to compare with that was trained on other tokens of the same numbers.
 
     Args:
         what: the trainer's argument.
         name: of the model.
         tokenizer: the policy's.
+        how: further arguments of `load_tokenizer`.
     """
     try:
-        theirs = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        theirs = load_tokenizer(name, **how)
     except ValueError:  # a folder of weights alone
         return
     if tokenizer is not None and theirs.get_vocab() != tokenizer.get_vocab():

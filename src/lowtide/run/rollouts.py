@@ -7,10 +7,11 @@ that wrote, the update's own serve, and after that the sampler's.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -37,7 +38,7 @@ from lowtide.rollout.images import PromptImages
 from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.beside import LoggedBeside
 from lowtide.rollout.rewards.completed import Completed
-from lowtide.rollout.rewards.rewards import Rewards
+from lowtide.rollout.rewards.rewards import NoRewards, Rewards
 from lowtide.rollout.rollout import Rollout
 from lowtide.run.writing import Writer, check_writes_after_images, seed_of
 from lowtide.step.rank_sync import RankSync
@@ -84,6 +85,8 @@ class Figures:
         for name, column in zip(names, self.rewards.unbind(1), strict=True):
             metrics[f"rewards/{name}/mean"] = column.nanmean().item()
             metrics[f"rewards/{name}/std"] = deviation(column[None]).item()
+        if not names:
+            return metrics
         total, magnitude = weighted(self.rewards, weights), summed_up(self.rewards, weights)
         metrics["reward"] = total.nanmean().item()
         metrics["reward_std"] = deviation(total[None], magnitude[None]).item()
@@ -124,7 +127,7 @@ class RolloutMaker:
     options: RolloutOptions
     runner: StepRunner
     tokenizer: PreTrainedTokenizerBase
-    rewards: Rewards | JudgedPairs
+    rewards: Rewards | JudgedPairs | NoRewards
     generator: Generator
     learning: Learning
     tools: ToolUse | None = None
@@ -139,6 +142,14 @@ class RolloutMaker:
     """Whether the log-probabilities of the policy that wrote are needed later than in the update that follows."""
     reader: ImageReader | None = None
     """Makes the images of prompts ready, for a vision-language model."""
+
+    @functools.cached_property
+    def known_tokens(self) -> int:
+        """Tokens that the policy knows, and a teacher that is to read what it writes."""
+        models = [self.runner.model]
+        if self.runner.method_objective.taught:
+            models.append(self.runner.models().teacher.model)
+        return min(vocabulary(each) for each in models)
 
     @property
     def writer(self) -> Writer:
@@ -291,6 +302,9 @@ class RolloutMaker:
             completions = [one for each in groups for one in each]
         else:
             completions = conversations.finish(groups)
+        if self.known_tokens < vocabulary(self.runner.model):
+            end = cast(Any, self.tokenizer).eos_token_id or 0
+            completions = [each.before(self.known_tokens, end) for each in completions]
         prompts = [list(request.prompt_ids) for request in requests for _ in range(request.count)]
         return Rollout(prompts, completions, version), conversations
 
@@ -315,7 +329,7 @@ class RolloutMaker:
         for name, values in lists.items():
             if len(values) != len(rows):
                 raise ValueError(f"rollout_func returned {len(values)} {name} for {len(rows)} prompts: one for each")
-        completions, known = [], vocabulary(self.runner.model)
+        completions, known = [], self.known_tokens
         for number, (ids, mask, probs) in enumerate(zip(given["completion_ids"], masks, numbers, strict=True)):
             if not len(ids) or not len(given["prompt_ids"][number]):
                 raise ValueError(f"rollout_func: the prompt or the completion of row {number} has no tokens")
@@ -375,7 +389,7 @@ class RolloutMaker:
     def _score(self, rollout: Rollout) -> Correction | None:
         """Log-probabilities that are needed later: of the policy that wrote, and of the reference; and by how much the
         generator's own differ, where that is corrected."""
-        wants_reference = self.options.compares and self.runner.reference is not None
+        wants_reference = self.options.scores_reference and self.runner.reference is not None
         batch = None
         if self.wants_old or self.options.corrects:
             old = rollout.of_scores("plain_logprobs")

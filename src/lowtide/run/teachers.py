@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -17,8 +18,8 @@ from lowtide.engine.image_proof import ImageProof
 from lowtide.engine.probe import probe
 from lowtide.engine.vision import encodes_images
 from lowtide.engine.weights.loading import load_model
-from lowtide.engine.weights.model_init import model_init
-from lowtide.run.engine import Engine
+from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.run.engine import Engine, prompts_unlike
 from lowtide.run.inputs.arguments import check_kind
 from lowtide.run.inputs.loading import model_name
 from lowtide.run.references import (
@@ -36,6 +37,25 @@ MISSING = (
 )
 
 
+def teacher_init(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for the teacher, from a run's options by name.
+
+    Raises:
+        ValueError: two revisions of it are named.
+    """
+    trusts = bool(options.get("trust_remote_code"))
+    init, revision = model_init(options.get("teacher_model_init_kwargs"), trust_remote_code=trusts), "revision"
+    named = options.get("teacher_model_revision")
+    if named is None:
+        return init
+    if init.get(revision, named) != named:
+        raise ValueError(
+            f"teacher_model_revision={named!r} and teacher_model_init_kwargs (revision={init[revision]!r}) name two "
+            "revisions of the teacher: keep one of them"
+        )
+    return {**init, revision: named}
+
+
 class TeacherMaker(ReferenceMaker):
     """Makes the teacher of a run; the arguments are `ReferenceMaker`'s."""
 
@@ -43,16 +63,18 @@ class TeacherMaker(ReferenceMaker):
 
     def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
         requested = args.teacher_model_name_or_path if requested is None else requested
-        init = args.teacher_model_init_kwargs
-        if init and not isinstance(requested, str) and not _is_fake(requested):
+        init, revision = args.teacher_model_init_kwargs, args.teacher_model_revision
+        given = [f"teacher_model_init_kwargs ({', '.join(init)})"] if init else []
+        given += [] if revision is None else [f"teacher_model_revision={revision!r}"]
+        if given and not isinstance(requested, str) and not _is_fake(requested):
             found = (
                 "there is no name to load one by" if requested is None else "the teacher_model that was passed is one"
             )
             raise ValueError(
-                f"teacher_model_init_kwargs ({', '.join(init)}) are for a teacher that is loaded by its name, and "
-                f"{found}: leave them out, or pass the teacher's name"
+                f"{' and '.join(given)} {'are' if init else 'is'} for a teacher that is loaded by its name, and "
+                f"{found}: leave {'them' if init else 'it'} out, or pass the teacher's name"
             )
-        self.in_dtype_of_policy = not model_init(init).keys() & {"dtype", "quantization_config"}
+        self.in_dtype_of_policy = not teacher_init(vars(args)).keys() & {"dtype", "quantization_config"}
         super().__init__(args, requested, adapters_came=adapters_came)
 
     def make(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
@@ -97,7 +119,10 @@ class TeacherMaker(ReferenceMaker):
             frozen.to(self.args.device)
         implementation = attention_implementation(inner.config) or "eager"
         shown = ImageProof(frozen, engine.images) if engine.images and encodes_images(frozen) else None
-        isolated = probe(frozen).isolated and (shown is None or shown.why_not_ragged(frozen) is None)
+        found = probe(frozen)
+        isolated = found.isolated and (shown is None or shown.why_not_ragged(frozen) is None)
+        if self.sees_prefixes:
+            isolated &= found.shares_prefixes and not prompts_unlike(frozen, self.args)
         if not isolated:
             install(frozen, padding_free=False)
             inner.set_attn_implementation(implementation)
@@ -113,10 +138,10 @@ class TeacherMaker(ReferenceMaker):
         """The teacher, loaded if it is a name; of the student's tokens, with rows that pad them or without."""
         if reference is policy:
             raise ValueError("teacher_model is the model that is trained, which would be its own teacher: pass another")
-        init = model_init(self.args.teacher_model_init_kwargs, trust_remote_code=self.args.trust_remote_code)
+        init = teacher_init(vars(self.args))
         name = model_name(reference)
         if isinstance(reference, str) or os.path.isdir(name):
-            check_its_tokenizer("teacher_model", name, tokenizer, trust_remote_code=init["trust_remote_code"])
+            check_its_tokenizer("teacher_model", name, tokenizer, **config_init(init))
         if isinstance(reference, str):
             init = {"dtype": embedding_weight(policy).dtype, **init}
             check_before_loading(name, self.args, init, frozen=True, what=self.what)

@@ -391,6 +391,7 @@ class TrainingRun:
         self.engine = install_engine(self.model, args, self.reader if self.shows_images else None)
         shares = self.method.rows.completions or self.method.writes or self.shares_rounds
         sharing = bool(shares) and check_prefixes(self.engine, self.model, args, rounds=self.shares_rounds)
+        self._shares = sharing
         self.own_collator = self.method.rows.collator(
             args, sharing=sharing, score_rule=self.score_rule, reader=self.reader
         )
@@ -409,7 +410,7 @@ class TrainingRun:
         """The reference, for a method that has one."""
         if self._references is None:
             return None
-        self._references.sees_images = self.shows_images
+        self._references.sees_images, self._references.sees_prefixes = self.shows_images, self._shares
         made = self._references.make(self.model, self.tokenizer, self.engine)
         self.reference_text, self._referred = made.text, weakref.ref(made.scorer.model)
         self._run_towers()

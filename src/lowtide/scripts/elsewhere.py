@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 NOT_YET = "trains by a method that lowtide does not have yet: keep TRL's"
-GKD = "distils on logits, as GKDTrainer does here without making them: take GKDConfig and GKDTrainer"
 IMAGES = "is not needed: trainers take rows with images, and the model's processor as processing_class"
 VISION = "is of models that make images, and lowtide trains those that write: keep TRL's"
 JUDGE = (
@@ -15,9 +14,6 @@ TOOLS = "is of methods that call tools while they write: keep TRL's"
 
 ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("XPOConfig", "XPOTrainer", "NashMDConfig", "NashMDTrainer"), NOT_YET),
-    **dict.fromkeys(
-        ("DistillationConfig", "DistillationTrainer"), "is GKD with other defaults: take GKDConfig and GKDTrainer"
-    ),
     **dict.fromkeys(("PRMConfig", "PRMTrainer"), "trains token classification, which lowtide does not yet: keep TRL's"),
     **dict.fromkeys(
         ("AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "PreTrainedModelWrapper"),

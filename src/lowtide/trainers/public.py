@@ -8,12 +8,12 @@ from typing import Any
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
 from lowtide.run.options.configs import config_class, public_name
-from lowtide.trainers.distillation import DistillationTrainer
 from lowtide.trainers.generating import GeneratingTrainer
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.online.trainer import OnlineTrainer
 from lowtide.trainers.reference import ReferenceTrainer
 from lowtide.trainers.signatures import signature_of
+from lowtide.trainers.taught import TaughtTrainer
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def trainer_class(method: Method) -> type[MethodTrainer]:
     """The method's trainer."""
     kind = GeneratingTrainer if method.generates else MethodTrainer
     if method.compares:
-        kind = OnlineTrainer if method.writes else DistillationTrainer if method.taught else ReferenceTrainer
+        kind = OnlineTrainer if method.writes else TaughtTrainer if method.taught else ReferenceTrainer
     made: Any = type(
         f"{public_name(method)}Trainer",
         (kind,),

@@ -16,6 +16,7 @@ from lowtide.methods.gkd import GKDOptions
 from lowtide.methods.kto import KTOOptions
 from lowtide.methods.masked_lm import MaskedLMOptions
 from lowtide.methods.method import Method
+from lowtide.methods.online.distillation import DistillationOptions
 from lowtide.methods.online.grpo import GRPOOptions
 from lowtide.methods.online.online_dpo import OnlineDPOOptions
 from lowtide.methods.online.ppo import PPOOptions
@@ -61,6 +62,11 @@ class GKDArguments(Arguments, total=False):
     compute_metrics: Callable | None
     data_collator: Callable | None
     formatting_func: Callable | None
+
+class DistillationArguments(Arguments, total=False):
+    environment_factory: Any
+    rollout_func: Any
+    tools: Any
 
 class GRPOArguments(Arguments, total=False):
     environment_factory: Any
@@ -117,6 +123,15 @@ class _AsGKD(ReferenceTrainer):
         teacher_model: str | os.PathLike | nn.Module | None = ...,
         args: TrainingArguments | None = ...,
         **named: Unpack[GKDArguments],
+    ) -> None: ...
+
+class _AsDistillation(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        teacher_model: str | os.PathLike | nn.Module | None = ...,
+        args: TrainingArguments | None = ...,
+        **named: Unpack[DistillationArguments],
     ) -> None: ...
 
 class _AsGRPO(ReferenceTrainer):
@@ -202,6 +217,11 @@ class BCOTrainer(_AsDPO): ...
 class GKDConfig(GKDOptions, TrainingConfig): ...
 
 class GKDTrainer(_AsGKD): ...
+
+@dataclass
+class DistillationConfig(DistillationOptions, TrainingConfig): ...
+
+class DistillationTrainer(_AsDistillation): ...
 
 @dataclass
 class GRPOConfig(GRPOOptions, TrainingConfig): ...

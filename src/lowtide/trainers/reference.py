@@ -45,6 +45,15 @@ class ReferenceTrainer(MethodTrainer):
         return self.reference.model if isinstance(self.reference, FrozenModel) else None
 
     @property
+    def teacher_model(self) -> nn.Module | None:
+        """The reference, of a method whose reference is a teacher; None where it is the student without adapters."""
+        return self.ref_model if self.method.taught else None
+
+    def _to_plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        teacher = {"teacher_model": given["teacher_model"]} if self.method.taught else {}
+        return {**super()._to_plan(given), **teacher}
+
+    @property
     def precompute_ref_logps(self) -> bool:
         """Whether the reference's log-probabilities are computed before training."""
         return getattr(self.args, "precompute_ref_log_probs", False)
@@ -67,7 +76,7 @@ class ReferenceTrainer(MethodTrainer):
         return dataset if self._later is None else self._later.with_columns(self, dataset)
 
     def report_lines(self) -> list[tuple[str, str]]:
-        return [("reference", self.training_run.reference_text)]
+        return [("teacher" if self.method.taught else "reference", self.training_run.reference_text)]
 
 
 class _FollowPolicy(TrainerCallback):

@@ -1,4 +1,4 @@
-"""`lowtide gkd` from flags and from a run file, its estimate, and one message for what is wrong."""
+"""`lowtide gkd` and `lowtide distillation`: flags and a run file, an estimate, and one message for what is wrong."""
 
 from __future__ import annotations
 
@@ -34,6 +34,25 @@ def given(tmp_path: Path) -> dict[str, Any]:
 def test_flags_and_run_files_train_alike(given, tmp_path, capsys):
     check_flags_and_file("gkd", given, capsys)
     assert "completions/mean_length" in capsys.readouterr().out
+
+
+@pytest.fixture
+def on_policy(given: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The same for a student that writes after prompts."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": talk[:1]}) + "\n" for talk in talks(12)["messages"]))
+    ours = {name: value for name, value in given.items() if name not in ("lmbda", "seq_kd", "max_new_tokens")}
+    return ours | {"dataset": str(prompts), "max_completion_length": 6}
+
+
+def test_on_policy_from_flags_and_run_files_alike(on_policy, capsys):
+    check_flags_and_file("distillation", on_policy, capsys)
+    assert "completions/mean_length" in capsys.readouterr().out
+
+
+def test_rewards_are_no_option_of_distillation(on_policy, capsys):
+    assert main(["distillation", *flags_of(on_policy), "--reward_funcs", "length"]) == 2
+    assert "reward_funcs" in capsys.readouterr().err
 
 
 def test_a_missing_teacher_is_one_message(given, capsys):

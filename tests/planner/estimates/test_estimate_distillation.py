@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 import lowtide
+from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.tracing.fake_run import FakeRun
@@ -73,6 +75,19 @@ def test_longer_completions_take_more(tmp_path):
 def test_a_run_without_a_teacher_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no teacher"):
         estimated(tmp_path, teacher=None)
+
+
+def test_a_student_that_writes_all_has_no_phase_of_rewards_or_scores(tmp_path):
+    """On-policy distillation: the teacher runs in the step."""
+    always = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+    config = lowtide.DistillationConfig(**always, per_device_train_batch_size=2, max_completion_length=20)
+    rows = Dataset.from_list(rows_of([7, 11, 5, 9], writes=True))
+    described = DescribedTeacher.of(TEACHER, config)
+    run = FakeRun(method_of(config), config, STUDENT, rows, prepared=True, teacher_model=described)
+    found = estimate_run(run, CPU, beside=0)
+    assert {held["reference"] for held in found.phases.values()} == {held_by_teacher()}
+    assert found.phases["generate"]["keys"] > 0
+    assert not {"reward", "score"} & found.phases.keys()
 
 
 @pytest.mark.slow

@@ -173,17 +173,19 @@ def trained_alike(theirs: Any, ours: Any, steps: int) -> tuple[dict[str, torch.T
     return expected, actual
 
 
-def assert_likelihoods_agree(theirs: Any, ours: Any, steps: int, near: Mapping[str, float] = {}) -> None:
+def assert_likelihoods_agree(
+    theirs: Any, ours: Any, steps: int, near: Mapping[str, float] = {}, unlike: Collection[str] = ()
+) -> None:
     """Trains both trainers, of losses over tokens: the loss, the gradient's norm and the metrics of every step agree.
 
     Args:
-        near: as of `assert_metrics_agree`.
+        near: as of `assert_metrics_agree`; likewise `unlike`.
     """
     expected, actual = trained_alike(theirs, ours, steps)
     assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
     torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0.0)
     torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
-    assert_metrics_agree(actual, expected, near=near)
+    assert_metrics_agree(actual, expected, near=near, unlike=unlike)
 
 
 def numbers(entries: list[dict[str, float]]) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -30,6 +31,14 @@ def build_teacher(dtype: torch.dtype = torch.float64, **more: Any) -> PreTrained
     torch.manual_seed(1)
     config = SMALL | {"model_type": "qwen2", "hidden_size": 96, "num_hidden_layers": 3} | more
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+
+
+def other_tokens() -> Any:
+    """A tokenizer of the same tokens and one more."""
+    backend = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
+    found = type(tokenizer())(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    found.add_tokens(["<other>"])
+    return found
 
 
 def talks(count: int = 24, seed: int = 0) -> Dataset:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lowtide
 from tests.support.references.parity_world import build_model, sums, tokenizer
+from tests.support.runs.distilling import build_teacher
 from tests.support.runs.on_a_cpu import ON_A_CPU
 
 SETTINGS: dict[str, Any] = {
@@ -46,7 +47,8 @@ def online(
 ) -> Any:
     """A trainer that writes into a folder; its model is in float64, but for the norms, which Llama has in float32."""
     config = getattr(lowtide, f"{method}Config")(output_dir=str(folder), **SETTINGS | options)
-    given: dict[str, Any] = {"reward_funcs": even_tokens, "train_dataset": prompts()} | (arguments or {})
+    guide = {"teacher_model": build_teacher()} if method == "Distillation" else {"reward_funcs": even_tokens}
+    given: dict[str, Any] = {**guide, "train_dataset": prompts(), **(arguments or {})}
     return getattr(lowtide, f"{method}Trainer")(
         model=build_model("llama").double() if model is None else model,
         args=config,

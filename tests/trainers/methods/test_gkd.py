@@ -14,7 +14,15 @@ from lowtide import GKDConfig
 from lowtide.ragged import RaggedBatch
 from tests.support.marks import slow_but
 from tests.support.references.parity_world import build_model, lora, sums, tokenizer
-from tests.support.runs.distilling import build_teacher, distilling, losses, talks, trained, weights
+from tests.support.runs.distilling import (
+    build_teacher,
+    distilling,
+    losses,
+    other_tokens,
+    talks,
+    trained,
+    weights,
+)
 
 SAME: dict[str, dict[str, Any]] = {
     "padded": {"padding_free": False},
@@ -231,16 +239,6 @@ def test_the_report_says_who_teaches_and_who_writes(tmp_path):
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def other_tokens() -> Any:
-    """The same tokens with other numbers."""
-    from tokenizers import Tokenizer
-
-    backend = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
-    found = type(tokenizer())(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    found.add_tokens(["<other>"])
-    return found
 
 
 def test_a_teacher_of_other_tokens_is_refused(tmp_path):

@@ -33,6 +33,7 @@ METHODS = {
         "arguments": {"peft_config": lora()},
     },
     "RLOO": {"num_generations": 2, "normalize_advantages": True},
+    "Distillation": {"num_generations": 2, "beta": 0.5},
     "GRPO of the least certain tokens": {"num_generations": 2, "top_entropy_quantile": 0.5},
 }
 

@@ -223,8 +223,8 @@ OF_ARGUMENTS: dict[str, type] = {"ref_model": ReferenceModel, "judge": Judge, "v
 
 
 @dataclasses.dataclass(kw_only=True)
-class RewardsAndTools:
-    """What rewards the completions that a policy writes, and what it can call."""
+class Rewarding:
+    """What rewards the completions that a policy writes."""
 
     reward_funcs: list[str] | None = option(
         None,
@@ -232,6 +232,12 @@ class RewardsAndTools:
         "length, ...), or reward models (a folder, or a name on the hub).",
         aliases=["reward_model_name_or_path"],
     )
+
+
+@dataclasses.dataclass(kw_only=True)
+class Tools:
+    """What the policy can call while it writes, and what else may write."""
+
     tools: list[str] | None = option(None, "Functions that the policy can call, by their paths (my_module.my_tool).")
     environment_factory: str | None = option(None, "What makes the environment of a completion, by its path.")
     rollout_func: str | None = option(None, "What writes completions in the generator's place, by its path.")
@@ -256,11 +262,12 @@ def trainer_arguments(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def trainer_options(config: Any) -> list[type]:
     """The options of a method's command that are arguments of its trainer."""
-    from lowtide.methods.online.rollouts import RolloutOptions
+    from lowtide.methods.online.rollouts import RewardedOptions, RolloutOptions
 
     arguments = {"ref_model"} if issubclass(config, ReferenceOptions) else {*config.method.arguments}
     own = [kind for name, kind in OF_ARGUMENTS.items() if name in arguments]
-    return [*own, *([RewardsAndTools] if issubclass(config, RolloutOptions) else [])]
+    online = {RewardedOptions: Rewarding, RolloutOptions: Tools}
+    return [*own, *(options for kind, options in online.items() if issubclass(config, kind))]
 
 
 def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide") -> argparse.ArgumentParser:

@@ -126,13 +126,11 @@ class WritingOptions:
 
 
 @dataclass(kw_only=True)
-class RolloutOptions(WritingOptions, FollowedReference):
+class RolloutOptions(WritingOptions):
     """Of the methods that learn from what the policy writes, under TRL's names and with its defaults."""
 
     completions_of_row: ClassVar[int] = 1
     """Completions that TRL counts as one row of `per_device_train_batch_size`."""
-    divergence_weight: ClassVar[str] = "beta"
-    """The option that weighs the divergence from the reference."""
     without_effect: ClassVar[Mapping[str, str]] = {
         "cache_implementation": NEEDLESS,
         "use_transformers_continuous_batching": NEEDLESS,
@@ -176,11 +174,7 @@ class RolloutOptions(WritingOptions, FollowedReference):
     use_transformers_continuous_batching: bool = option(False, "Without effect.")
     transformers_continuous_batching_config: dict | str | None = option(None, "Without effect.")
     use_transformers_paged: bool = option(False, "Without effect.")
-    # rewards
-    reward_weights: list[float] | None = option(None, "Weight of each reward function. None: 1 each.")
-    reward_timeout: float | None = option(
-        None, "Seconds that each reward function may take for a batch. None waits.", POSITIVE
-    )
+    # tools
     tool_timeout: float | None = option(
         None, "Seconds that a tool may take, after which the policy reads that it took too long. None waits.", POSITIVE
     )
@@ -204,12 +198,11 @@ class RolloutOptions(WritingOptions, FollowedReference):
     vllm_gpu_memory_utilization: float = option(0.3, "The share of the GPU that vLLM takes, colocated.", SHARE)
     vllm_max_model_length: int | None = option(None, "Most tokens of a prompt with its completion, colocated.", COUNT)
     vllm_tensor_parallel_size: int = option(1, "GPUs that vLLM runs on, colocated.", COUNT)
-    vllm_importance_sampling_correction: bool = option(True, "Weigh by how vLLM's probabilities differ.")
 
     @property
-    def compares(self) -> bool:
-        """Whether there is a reference."""
-        return getattr(self, self.divergence_weight, 0.0) != 0.0
+    def scores_reference(self) -> bool:
+        """Whether a reference's log-probabilities of what was written are needed."""
+        return False
 
     @property
     def most_written(self) -> int:
@@ -223,18 +216,11 @@ class RolloutOptions(WritingOptions, FollowedReference):
     @property
     def corrects(self) -> bool:
         """Whether ratios take in how the generator's probabilities differ from the policy's."""
-        return self.use_vllm and self.vllm_importance_sampling_correction
+        return False
 
     @property
     def generations_eval(self) -> int:
         return self.num_generations_eval or self.num_generations
-
-    @property
-    def advice(self) -> list[str]:
-        """What is unwise in these options."""
-        if not zeros(self, "reward_weights"):
-            return []
-        return [f"reward_weights={self.reward_weights} takes every reward times 0: the policy is rewarded for nothing"]
 
     def check_rollouts(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
@@ -264,11 +250,6 @@ class RolloutOptions(WritingOptions, FollowedReference):
             raise ValueError(
                 f"{evaluated} completions are evaluated at a time (per_device_eval_batch_size times ranks), which "
                 f"num_generations_eval={self.generations_eval} does not divide: a group would be cut in two"
-            )
-        if self.temperature == 0:
-            raise ValueError(
-                "temperature=0 writes the likeliest token each time: the completions of a prompt are all the same, and "
-                "no importance ratio is defined. Set a temperature above 0"
             )
         if getattr(self, "auto_find_batch_size", False):
             raise ValueError(
@@ -319,6 +300,53 @@ class RolloutOptions(WritingOptions, FollowedReference):
     def written_at_a_time(self) -> int:
         """Completions of all ranks."""
         return self._rows_a_microbatch * self.steps_of_generation
+
+
+@dataclass(kw_only=True)
+class RewardedOptions(RolloutOptions, FollowedReference):
+    """Of those whose completions are rewarded, under TRL's names and with its defaults."""
+
+    divergence_weight: ClassVar[str] = "beta"
+    """The option that weighs the divergence from the reference."""
+
+    reward_weights: list[float] | None = option(None, "Weight of each reward function. None: 1 each.")
+    reward_timeout: float | None = option(
+        None, "Seconds that each reward function may take for a batch. None waits.", POSITIVE
+    )
+    vllm_importance_sampling_correction: bool = option(True, "Weigh by how vLLM's probabilities differ.")
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is a reference."""
+        return getattr(self, self.divergence_weight, 0.0) != 0.0
+
+    @property
+    def scores_reference(self) -> bool:
+        return self.compares
+
+    @property
+    def corrects(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
+
+    @property
+    def advice(self) -> list[str]:
+        """What is unwise in these options."""
+        if not zeros(self, "reward_weights"):
+            return []
+        return [f"reward_weights={self.reward_weights} takes every reward times 0: the policy is rewarded for nothing"]
+
+    def check_rollouts(self) -> None:
+        """As of any rollouts.
+
+        Raises:
+            ValueError: likewise.
+        """
+        super().check_rollouts()
+        if self.temperature == 0:
+            raise ValueError(
+                "temperature=0 writes the likeliest token each time: the completions of a prompt are all the same, and "
+                "no importance ratio is defined. Set a temperature above 0"
+            )
 
 
 @dataclass(frozen=True)

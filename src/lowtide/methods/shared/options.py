@@ -155,6 +155,7 @@ class TeacherOptions(StoredReference):
         "The teacher: a folder, or a name on the hub. None: the trainer's `teacher_model`, else the model without its "
         "adapters.",
     )
+    teacher_model_revision: str | None = option(None, "Branch, tag or commit of a teacher on the hub.")
     teacher_model_init_kwargs: dict | str | None = option(
         None, "Arguments of `from_pretrained` for the teacher; its dtype is the student's where they name none."
     )

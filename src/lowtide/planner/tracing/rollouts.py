@@ -225,7 +225,7 @@ class TracedRollout:
         scored = {}
         if options.use_vllm and (options.corrects or self.learning.wants_old(options, stale=stale)):
             scored[OLD] = self._policy(batch)
-        if options.compares and self.runner.reference is not None:
+        if options.scores_reference and self.runner.reference is not None:
             scored[REFERENCE] = self.runner.reference(batch)
         if self.learning.reads is not None:
             scored[VALUE] = self._policy(batch, self.learning.reads)

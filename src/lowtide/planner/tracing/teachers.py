@@ -12,8 +12,9 @@ from transformers import PretrainedConfig
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.loading import DTYPES
-from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.engine.weights.model_init import config_init
 from lowtide.planner.tracing.described_model import DescribedModel, config_of_model
+from lowtide.run.teachers import teacher_init
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ class DescribedTeacher:
         if isinstance(teacher, nn.Module):
             inner: Any = causal_model(teacher)
             return cls(inner.config, inner.dtype)
-        trusts = bool(given.get("trust_remote_code"))
-        init = model_init(given.get("teacher_model_init_kwargs"), trust_remote_code=trusts)
+        init = teacher_init(given)
         config = config_of_model(teacher, **config_init(init))
         dtype: Any = init.get("dtype")
         if dtype == "auto":

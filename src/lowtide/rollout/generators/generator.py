@@ -88,6 +88,17 @@ class Completion:
     """Whether the policy wrote each token; False for what a tool or an environment returned."""
     finish: Finish = "length"
 
+    def before(self, limit: int, end: int) -> Completion:
+        """What stands before its first token of `limit` or above; the token `end` where nothing does."""
+        count = next((place for place, token in enumerate(self.token_ids) if token >= limit), None)
+        if count is None:
+            return self
+        if count == 0:
+            return Completion([end], [math.nan], [math.nan], [True])
+        return Completion(
+            self.token_ids[:count], self.logprobs[:count], self.plain_logprobs[:count], self.written[:count]
+        )
+
     def append(
         self, tokens: Sequence[int], logprobs: Sequence[float], plain: Sequence[float], *, written: bool
     ) -> None:

@@ -14,7 +14,7 @@ import math
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -152,6 +152,17 @@ class Rewards:
             rewards[:, column] = values
         _warn_of_unscored(rewards, completed)
         return rewards
+
+
+class NoRewards:
+    """In the place of rewards, of a method that learns from what is written and not from how good it is."""
+
+    names: ClassVar[list[str]] = []
+    weights: ClassVar[Float[Tensor, " functions"]] = torch.zeros(0, dtype=torch.float64)
+
+    def __call__(self, completed: Completed, **_: Any) -> Float[Tensor, "completions functions"]:
+        """[completions, 0]"""
+        return torch.zeros(len(completed), 0, dtype=torch.float64)
 
 
 def _source(func: Any, name: str | None, tokenizer: Any, options: RewardModelOptions) -> Source:

@@ -47,7 +47,7 @@ class CompletionsLog:
                     **said,
                     **dict(zip(names, rewards.tolist(), strict=True)),
                     **{name: extra[name][number] if name in extra else None for name in further},
-                    "advantage": advantage.item(),
+                    **({"advantage": advantage.item()} if names else {}),
                 }
             )
 

@@ -15,11 +15,11 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.token_value import TokenValue, WithValues
 from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.loading import load_model
-from lowtide.methods.online.rollouts import RolloutOptions
+from lowtide.methods.online.rollouts import RewardedOptions, RolloutOptions
 from lowtide.rollout.environments import Environments
 from lowtide.rollout.judges import JudgedPairs
 from lowtide.rollout.rewards.models import RewardModelOptions
-from lowtide.rollout.rewards.rewards import Rewards
+from lowtide.rollout.rewards.rewards import NoRewards, Rewards
 from lowtide.run.engine import cut
 from lowtide.run.streamed_weights import stream_frozen, wants_stream
 
@@ -33,7 +33,7 @@ OF_REWARDS = ("reward_funcs", "reward_processing_classes", "environment_factory"
 
 def make_rewards(
     given: dict[str, Any], args: RolloutOptions, tokenizer: PreTrainedTokenizerBase | None, title: str
-) -> Rewards | JudgedPairs:
+) -> Rewards | JudgedPairs | NoRewards:
     """What rewards completions.
 
     Args:
@@ -43,6 +43,8 @@ def make_rewards(
     Raises:
         ValueError: there is nothing, or two things that exclude each other.
     """
+    if not isinstance(args, RewardedOptions):
+        return NoRewards()
     for older, name in OLDER.items():
         value = given.pop(older, None)
         if value is not None and given[name] is not None:
@@ -93,7 +95,7 @@ def start_value_head(head: type[Head], model: nn.Module, value_model: Any) -> No
     logger.warning("value_model: its head is where the policy's value head starts; the rest of it is not used")
 
 
-def _judge(given: Mapping[str, Any], args: RolloutOptions, title: str) -> JudgedPairs:
+def _judge(given: Mapping[str, Any], args: RewardedOptions, title: str) -> JudgedPairs:
     if args.completions_of_row != 2:
         raise ValueError(f"{title}: judge compares two completions, which this method does not: pass reward_funcs")
     if given["reward_funcs"] is not None:
@@ -106,7 +108,7 @@ def _judge(given: Mapping[str, Any], args: RolloutOptions, title: str) -> Judged
     return JudgedPairs(given["judge"], args.reward_timeout)
 
 
-def _environment_rewards(factory: Any, args: RolloutOptions, title: str) -> Rewards:
+def _environment_rewards(factory: Any, args: RewardedOptions, title: str) -> Rewards:
     """The rewards that environments give themselves."""
     if factory is None:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import nn
 
 from lowtide.engine.forward import parted_over
 from lowtide.methods.online.learning import Learning
-from lowtide.methods.online.rollouts import RolloutOptions
+from lowtide.methods.online.rollouts import RewardedOptions, RolloutOptions
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.conversations import ToolUse
 from lowtide.rollout.rewards.models import ModelReward
@@ -76,7 +76,8 @@ class OnlineTrainer(ReferenceTrainer):
 
     def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         given, older = super()._arguments(positional, named)
-        self._given = {name: given.pop(name, older.pop(name, None)) for name in OF_ROLLOUTS}
+        beside = older if issubclass(self.method.options, RewardedOptions) else {}
+        self._given = {name: given.pop(name, beside.pop(name, None)) for name in OF_ROLLOUTS}
         if given.pop("data_collator", None) is not None:
             raise ValueError(
                 f"{type(self).__name__}: data_collator has no use, since batches are made of what the policy writes: "
@@ -224,9 +225,9 @@ class OnlineTrainer(ReferenceTrainer):
 
     def report_lines(self) -> list[tuple[str, str]]:
         args, windows = self.options, self.windows
-        reference = (
-            super().report_lines() if args.compares else [("reference", f"none, since {args.divergence_weight}=0")]
-        )
+        reference = super().report_lines()
+        if isinstance(args, RewardedOptions) and not args.compares:
+            reference = [("reference", f"none, since {args.divergence_weight}=0")]
         per_step = windows.completions * windows.prompts
         most = args.max_completion_length
         text = f"{windows.prompts} prompts x {windows.completions} completions of at most {most} tokens"
@@ -236,7 +237,7 @@ class OnlineTrainer(ReferenceTrainer):
             *reference,
             ("written by", self.written_by),
             ("rollout", text),
-            ("rewards", ", ".join(self.rewards.names)),
+            *([("rewards", ", ".join(self.rewards.names))] if self.rewards.names else []),
         ]
 
     # -- evaluation ----------------------------------------------------------------------------------------------

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import Any, cast
-
-from torch import nn
 
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import completed, prompt_images, prompts_of
@@ -25,7 +22,7 @@ from lowtide.step.rank_sync import RankSync
 from lowtide.trainers.reference import ReferenceTrainer
 
 
-class DistillationTrainer(ReferenceTrainer):
+class TaughtTrainer(ReferenceTrainer):
     """A trainer of a method with a teacher; the arguments are `MethodTrainer`'s."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
@@ -35,14 +32,6 @@ class DistillationTrainer(ReferenceTrainer):
         self.student_writes = self._writer("the student", None) if self.options.lmbda > 0 else None
         teaches = self.options.seq_kd and self.options.lmbda < 1
         self.teacher_writes = self._writer("the teacher", self.reference) if teaches else None
-
-    @property
-    def teacher_model(self) -> nn.Module | None:
-        """The teacher; None where it is the student without adapters."""
-        return self.ref_model
-
-    def _to_plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {**super()._to_plan(given), "teacher_model": given["teacher_model"]}
 
     def _writer(self, who: str, teacher: ReferenceModel | None) -> Writer:
         model = self.training_run.model if teacher is None else teacher.model
@@ -56,10 +45,7 @@ class DistillationTrainer(ReferenceTrainer):
         return Writer(options, self.runner, cast(Any, self.tokenizer), generator, teacher, never_ids=never)
 
     def report_lines(self) -> list[tuple[str, str]]:
-        return [
-            ("teacher", self.training_run.reference_text),
-            *((f"written by {who}", how) for who, how in self.written_by.items()),
-        ]
+        return [*super().report_lines(), *((f"written by {who}", how) for who, how in self.written_by.items())]
 
     @property
     def deals_rows(self) -> bool:

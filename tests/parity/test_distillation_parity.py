@@ -1,0 +1,133 @@
+"""lowtide's DistillationTrainer against TRL 1.16's: steps from the same weights and teacher, on the same completions.
+
+Both libraries are given the same completions, which depend on the prompt and on how often it was asked. TRL pads; both
+form the divergence without whole logits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tests.parity.test_gkd_parity import build_teacher
+from tests.support.references.parity_world import (
+    COMMON,
+    assert_likelihoods_agree,
+    build_model,
+    lora,
+    numbers,
+    runs_of,
+    sums,
+    tokenizer,
+    user,
+)
+
+trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
+lowtide = pytest.importorskip("lowtide")
+module = pytest.importorskip("trl.trainer.distillation_trainer")
+
+SETTINGS = {
+    **{name: value for name, value in COMMON.items() if name != "train_sampling_strategy"},
+    **{"learning_rate": 1e-3, "per_device_train_batch_size": 8, "max_completion_length": 24},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to distil; `flags` go to both libraries, `ours` to lowtide alone."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    model: str = "llama"
+    lora: bool = False
+    chat: bool = False
+
+
+CASES = {
+    "reverse": Case(),
+    "forward": Case({"beta": 0.0}),
+    "jensen-shannon": Case({"beta": 0.3}),
+    "temperature": Case({"temperature": 0.6, "beta": 0.5}),
+    "tied head": Case(model="tied"),
+    "conversations": Case(chat=True),
+    "accumulated 2x4": Case({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}),
+    "within a token budget": Case(ours={"tokens_per_microbatch": 150}),
+    "rows in pieces": Case(ours={"tokens_per_microbatch": 30}),
+    "padded by us": Case(ours={"padding_free": False}),
+    "prompts repeated": Case(ours={"prefix_sharing": False}),
+    "lora": Case({"learning_rate": 1e-2}, lora=True),
+}
+QUICK = ("reverse",)
+LONG = (*QUICK, "forward", "jensen-shannon", "temperature", "lora")
+
+
+class Writer:
+    """Completions of random tokens, some of which end; the same again from a new writer."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    def completions(self, prompts: list[list[int]]) -> list[list[int]]:
+        found = []
+        for ids in prompts:
+            self.asked[str(ids)] += 1
+            rng = random.Random(f"{ids} {self.asked[str(ids)]}")
+            written = [rng.randrange(3, 300) for _ in range(rng.randint(2, 24))]
+            found.append([*written, *[tokenizer().eos_token_id] * (rng.random() < 0.6)][:24])
+        return found
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """As a `rollout_func`."""
+        encoded: Any = [
+            tokenizer()(each)["input_ids"]
+            if isinstance(each, str)
+            else tokenizer().apply_chat_template(each, add_generation_prompt=True, return_dict=False)
+            for each in prompts
+        ]
+        return {"prompt_ids": encoded, "completion_ids": self.completions(encoded), "logprobs": None}
+
+
+def rows(count: int, chat: bool, seed: int = 0) -> Dataset:
+    return Dataset.from_list([{"prompt": [user(ask)] if chat else ask} for ask, _ in sums(count, seed)])
+
+
+def build_trainer(library: Any, case: Case, folder: Any, steps: int, more: Any = None, **datasets: Any) -> Any:
+    flags = SETTINGS | {"max_steps": steps} | case.flags | (more or {})
+    writer = Writer()
+    trainer = library.DistillationTrainer(
+        model=build_model(case.model),
+        teacher_model=build_teacher(),
+        args=library.DistillationConfig(output_dir=str(folder / library.__name__), **flags),
+        train_dataset=rows(40, case.chat),
+        processing_class=tokenizer(),
+        peft_config=lora() if case.lora else None,
+        **{"rollout_func": writer} if library is lowtide else {},
+        **datasets,
+    )
+    if library is not lowtide:
+        trainer._generate_single_turn = lambda prompt_ids, *_: writer.completions(prompt_ids)
+    return trainer
+
+
+@runs_of(CASES, QUICK, LONG)
+def test_steps_agree_with_trl(name, steps, tmp_path, monkeypatch):
+    """The loss, the gradient's norm and the metrics of every step."""
+    case = CASES[name]
+    monkeypatch.setattr(module, "shuffle_sequence_dict", lambda batch: batch)
+    theirs = build_trainer(trl, case, tmp_path, steps)
+    ours = build_trainer(lowtide, case, tmp_path, steps, case.ours)
+    near = {"entropy": 1e-2} if "gradient_accumulation_steps" in case.flags else {}
+    assert_likelihoods_agree(theirs, ours, steps, near, unlike=["step_time"])
+
+
+@pytest.mark.slow
+def test_evaluation_agrees_with_trl(tmp_path):
+    case, held_out = Case({"beta": 0.5}), rows(8, False, seed=1)
+    theirs, ours = (build_trainer(each, case, tmp_path, 1, eval_dataset=held_out) for each in (trl, lowtide))
+    expected, actual = numbers([theirs.evaluate()]), numbers([ours.evaluate()])
+    assert actual["eval_loss"].item() == pytest.approx(expected["eval_loss"].item(), rel=1e-5)

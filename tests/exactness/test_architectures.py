@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowtide.engine.forward import install, score
-from lowtide.engine.layers.mixers import carries_states, chunks_of
+from lowtide.engine.layers.mixers import chunks_of, mixers
 from lowtide.engine.probe import probe
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ragged import RaggedBatch
@@ -147,7 +147,7 @@ def assert_exact(
 
     assert got is not None
     torch.testing.assert_close(got, wanted, atol=tolerance or TOLERANCE, rtol=0)
-    tolerance = tolerance or (OF_STATES if carries_states(model) else TOLERANCE)
+    tolerance = tolerance or (OF_STATES if mixers(model) else TOLERANCE)
     assert_equal_gradients(gradients(model, got @ weights.to(model.dtype)), wanted_gradients, tolerance)
 
 
@@ -206,5 +206,5 @@ def test_loss_known_in_forward_gives_the_same_gradients(name: str, accumulate: b
 
     assert output.loss is not None
     torch.testing.assert_close(output.loss, wanted, atol=TOLERANCE, rtol=0)
-    tolerance = OF_STATES if carries_states(model) else TOLERANCE
+    tolerance = OF_STATES if mixers(model) else TOLERANCE
     assert_equal_gradients(gradients(model, output.loss), wanted_gradients, tolerance)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from lowtide.engine.forward import install
+from lowtide.engine.layers.mixers import chunks_of
 from lowtide.engine.reference import logprobs
 from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.methods.method import TokenObjective
@@ -26,7 +28,7 @@ from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits, cut_rows
 from tests.support.marks import slow_but
 from tests.support.models import tiny_models
-from tests.support.models.architectures import FIRST_TOKEN, RAGGED, TYPICAL, VOCAB, build
+from tests.support.models.architectures import FIRST_TOKEN, RAGGED, RECURRENT, TYPICAL, TYPICAL_RECURRENT, VOCAB, build
 
 NLL = TokenObjective(LOSSES["nll"], want=Want(entropies=True, top1=True))
 CAP = Limits(tokens=16)
@@ -58,6 +60,16 @@ def prompts() -> RaggedBatch:
         prefix += [-1, *[first] * len(completions)]
         row += [number] * (len(completions) + 1)
     return RaggedBatch.from_segments(segments, prefix=prefix, row=row)
+
+
+CHAINED = RAGGED | RECURRENT
+
+
+@pytest.fixture(autouse=True)
+def several_chunks() -> Iterator[None]:
+    """Of recurrences: the pieces are shorter than a chunk of real runs."""
+    with chunks_of(4):
+        yield
 
 
 TREES = [(47, [(9, 12), (30, 5), (30, 24), (46, 3), (47, 2)]), (12, [(5, 4)]), (20, [(1, 18)])]
@@ -111,6 +123,11 @@ def assert_same(ours: tuple[float, dict, dict], theirs: tuple[float, dict, dict]
         assert (ours[1][name] - grad).norm() <= tolerance * torch.maximum(grad.norm(), 1e-3 * largest), name
 
 
+def has_experts(name: str) -> bool:
+    """Their products are float32 at most."""
+    return any("experts" in each for each in CHAINED[name][1])
+
+
 def ready(name: str, dtype: torch.dtype = torch.float64, **changes):
     model = build(name, **changes)
     install(model)
@@ -152,17 +169,17 @@ def test_short_completions_share_a_piece_and_long_ones_are_cut():
 
 
 @pytest.mark.parametrize("make", [rows, prompts, trees])
-@pytest.mark.parametrize("name", slow_but(TYPICAL, RAGGED))
+@pytest.mark.parametrize("name", slow_but([*TYPICAL, *TYPICAL_RECURRENT], CHAINED))
 def test_gradients_equal_those_of_whole_rows(name, make):
-    experts = {"num_experts", "num_experts_per_tok"} & RAGGED[name][1].keys()  # their products are float32 at most
+    experts = has_experts(name)
     model, batch = ready(name, torch.float32 if experts else torch.float64), make()
     assert_same(step(model, batch, CAP), step(model, batch, Limits()), 2e-5 if experts else 1e-6)
 
 
 @pytest.mark.parametrize("limits", [Limits(), CAP], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("name", slow_but(TYPICAL, RAGGED))
+@pytest.mark.parametrize("name", slow_but([*TYPICAL, *TYPICAL_RECURRENT], CHAINED))
 def test_a_conversation_as_a_tree_equals_a_row_for_each_round(name, limits):
-    experts = {"num_experts", "num_experts_per_tok"} & RAGGED[name][1].keys()
+    experts = has_experts(name)
     model = ready(name, torch.float32 if experts else torch.float64)
     tree, each = step(model, trees(), limits), step(model, rounds(), Limits())
     assert tree[2].pop("tokens") < each[2].pop("tokens")
@@ -184,7 +201,7 @@ def test_float32_gradients_do_not_depend_on_the_budget(tied, limits):
     assert_same(step(model, batch, limits), step(model, batch, Limits()), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "qwen3_5"])
 @pytest.mark.parametrize("policy", ["full", "attention", "matmul"])
 def test_pieces_are_checkpointed(policy, name):
     model, batch = ready(name), rows()
@@ -232,7 +249,7 @@ def test_dropout_is_drawn_again_in_the_second_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [rows, prompts])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "qwen3_5"])
 def test_log_probs_and_evaluation(name, make):
     model, batch = ready(name), make()
     whole = logprobs(model, batch, padding_free=True)

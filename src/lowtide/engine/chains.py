@@ -10,7 +10,6 @@ from torch import nn
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.attention import NAME
 from lowtide.engine.heads import head_of
-from lowtide.engine.layers.mixers import carries_states
 from lowtide.engine.virtual_tokens import prompt_config
 
 BY_LENGTH = frozenset({"dynamic", "longrope"})
@@ -31,8 +30,6 @@ def why_not_chains(model: nn.Module, inner: Any) -> str | None:
         return "the model runs padded"
     if head_of(inner).means(inner):
         return "its head reads the mean of all hidden states"
-    if carries_states(inner):
-        return "its recurrent layers carry a state, which is not handed on from piece to piece"
     if any(getattr(module, "is_causal", True) is False for module in _text_modules(inner)):
         return "its tokens also see those after them"
     kinds = BY_LENGTH.intersection(_rotary_kinds(getattr(config, "rope_parameters", None)))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lowtide.engine.forward import install, score
-from lowtide.engine.layers.mixers import carries_states, chunks_of, mixers, observed_mixers
+from lowtide.engine.layers.mixers import chunks_of, mixers, observed_mixers
 from lowtide.ragged import RaggedBatch
-from tests.support.models.architectures import RECURRENT, build
+from tests.support.models.architectures import build
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12, 13]]
 NAMES = ("lfm2", "bamba", "qwen3_5")
@@ -64,11 +64,6 @@ def test_all_of_its_layers_run_by_the_plan(name: str):
         score(model, RaggedBatch.from_segments(ROWS))
     assert ran == set(mixers(model))
     assert ran
-
-
-def test_short_convolutions_carry_no_state():
-    carrying = [name for name in RECURRENT if carries_states(build(name))]
-    assert carrying == [name for name in RECURRENT if not name.startswith("lfm")]
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

@@ -25,8 +25,9 @@ from lowtide.compat.transformers import rebound_forward
 from lowtide.engine.encoder_decoder import PLAN
 from lowtide.ops.attention.attention_plan import AttentionPlan, Sight
 from lowtide.ops.attention.chained_attention import joined
+from lowtide.ops.chained_recurrence import chained_recurrence
 from lowtide.ops.convolution import causal_convolution
-from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, RecurrenceLayout, linear_recurrence
+from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL
 
 LAYER = "lowtide_layer"
 """The keyword argument that tells the functions below which layer calls them."""
@@ -46,11 +47,6 @@ def install_mixers(model: nn.Module) -> None:
 def mixers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model that mix tokens by functions that are known here, prepared or not."""
     return [module for module in model.modules() if rebound_forward(type(module), FUNCTIONS) is not None]
-
-
-def carries_states(model: nn.Module) -> bool:
-    """Whether layers of a model carry a state over all tokens, and not only read the last few."""
-    return any(rebound_forward(type(module), RECURRENCES) is not None for module in model.modules())
 
 
 @contextlib.contextmanager
@@ -158,25 +154,22 @@ def _not_fused(*_: Any, **__: Any) -> None:
 def _recurrence(
     given: Mapping[str, Any], query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
 ) -> Tensor:
-    """[tokens, heads, width] each, in the layout of the plan."""
+    """[tokens, heads, width] each."""
     plan: AttentionPlan = given[PLAN]
     chunk = CHUNK_BY_CHANNEL if log_decay.ndim == 3 else CHUNK
-    layout = RecurrenceLayout.of(plan, min(chunk, _longest.get()))
-    return linear_recurrence(query, key, value, log_decay, beta, layout)[0]
+    of_layer, chunk = (given[LAYER], "state"), min(chunk, _longest.get())
+    return chained_recurrence(of_layer, query, key, value, log_decay, beta, plan, chunk)
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-RECURRENCES = (
+FUNCTIONS = (
+    ("causal_conv1d_fn", _convolution),
     ("torch_chunk_gated_delta_rule", _delta_rule),
     ("chunk_kimi_delta_attention", _delta_rule),
     ("mamba2_chunk_scan", _chunk_scan),
-)
-FUNCTIONS = (
-    ("causal_conv1d_fn", _convolution),
     ("mamba2_split_conv1d_scan_combined", _not_fused),
-    *RECURRENCES,
 )
 """With the names under which the forwards of transformers' layers call them."""

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lowtide.engine.weights.loading import adapt, release_file
+from tests.support.models.causal_families import tiny_causal
 
 
 def tiny_model() -> PreTrainedModel:
@@ -58,6 +59,24 @@ def test_layers_are_chosen_where_none_are_named(kind, caplog):
     assert ("target_modules='all-linear'" in caplog.text) is (kind == "phi3")
     assert ("linear layers outside of experts" in caplog.text) is (kind == "qwen3_moe")
     assert given.target_modules is None  # it is the caller's
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "left"),
+    [
+        ("llama", None, []),
+        ("qwen3_moe", None, []),  # PEFT knows what its experts were before they were stacked
+        ("gpt_oss", None, ["experts.down_proj", "experts.gate_up_proj"]),
+        ("gpt_oss", ["experts.gate_up_proj"], ["experts.down_proj"]),
+        ("gpt_oss", ["experts.gate_up_proj", "experts.down_proj"], []),
+    ],
+)
+def test_experts_that_all_linear_leaves_frozen_are_named(kind, parameters, left, caplog):
+    given = LoraConfig(r=2, target_modules="all-linear", target_parameters=parameters)
+    with caplog.at_level(logging.WARNING):
+        adapt(tiny_causal(kind), given, gradient_checkpointing=False)
+    found = [each.getMessage() for each in caplog.records if "routed experts frozen" in each.getMessage()]
+    assert [text.partition("set target_parameters=")[2] for text in found] == [str(left)] * bool(left)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")

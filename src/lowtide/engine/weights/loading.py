@@ -188,7 +188,10 @@ def adapt(
     _warn_of_unmatched(peft_config, base)
     _warn_of_values(peft_config, base)
     with options_named(peft_config, base):
-        return get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
+        adapted = get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
+    if getattr(peft_config, "target_modules", None) == "all-linear":
+        _tell_of_frozen_experts(adapted)
+    return adapted
 
 
 def _warn_of_unmatched(peft_config: Any, model: nn.Module) -> None:
@@ -238,6 +241,26 @@ def _warn_of_values(peft_config: Any, model: PreTrainedModel) -> None:
     for text, is_so in found.items():
         if is_so:
             logger.warning(text)
+
+
+def _tell_of_frozen_experts(adapted: nn.Module) -> None:
+    """Says which experts "all-linear" leaves out: their weights are stacked in a parameter, which is no linear layer.
+    PEFT finds those of some model types all the same."""
+    with_adapters = {
+        f"{name}.{module.parameter_name}".replace(".base_layer", "")
+        for name, module in adapted.named_modules()
+        if hasattr(module, "parameter_name")
+    }
+    weights = {name.replace(".base_layer", ""): p for name, p in adapted.named_parameters() if not p.requires_grad}
+    stacks = [name for name, p in weights.items() if p.dim() == 3 and ".experts." in name]
+    left = [name for name in stacks if name not in with_adapters and ".original_module." not in name]
+    if left:
+        ends = sorted({f"experts.{name.rpartition('.experts.')[2]}" for name in left})
+        share = sum(weights[name].numel() for name in left) / sum(p.numel() for p in weights.values())
+        logger.warning(
+            f"target_modules='all-linear' leaves routed experts frozen, {share:.0%} of the weights: {', '.join(ends)} "
+            f"are stacks and no linear layers. To train them too, set target_parameters={ends}"
+        )
 
 
 ASKED_BY_PEFT = {"classifier", "score"}

@@ -91,6 +91,20 @@ def test_a_first_gradient_of_0_is_warned_of(dead, tmp_path, caplog):
     assert [text.startswith("the gradient of step 1") for text in said] == [True] * dead
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_weights_without_a_gradient_are_named(checkpointing, tmp_path, caplog):
+    model = build()
+    for layer in model.model.layers:
+        layer.mlp.unused = torch.nn.Linear(3, 3)
+    options = {"max_steps": 2, "logging_steps": 1, "gradient_checkpointing": checkpointing}
+    with caplog.at_level(logging.WARNING):
+        trainer("cpo", tmp_path, model=model, **options).train()
+    (text,) = [each.getMessage() for each in caplog.records if "had no gradient" in each.getMessage()]
+    names = "model.layers.*.mlp.unused.weight, model.layers.*.mlp.unused.bias. "
+    assert f"{2 * len(model.model.layers)} trained weights had no gradient in the first step" in text
+    assert names in text
+
+
 def test_the_loss_of_a_router_is_a_term_beside():
     module, off = torch.nn.Linear(1, 1), {"gradient_checkpointing": False}
     args = SimpleNamespace(learning_rate=1.0, weight_decay=0.0, without_gradient=lambda: [{"beta=0"}], **off)

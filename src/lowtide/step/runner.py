@@ -102,6 +102,8 @@ class StepRunner:
         """Memory held in the place of the optimizer's states, until these are made."""
         self.begun = False
         """Whether what precedes the first step is done."""
+        self.not_reached: list[str] | None = None
+        """The weights that are trained and had no gradient in the first step, by name; None before it."""
         self.in_backward: InBackward | None = None
         self._unchecked: tuple[Tensor, RaggedBatch] | None = None
         """The loss of a step of one rank, which nobody has looked at, and its batch."""
@@ -235,6 +237,8 @@ class StepRunner:
     def optimizer_step(self, *args: Any) -> Any:
         """Steps the optimizer along the gradients that are there."""
         self._check_loss()
+        if self.not_reached is None:
+            self.not_reached = self.updater.not_reached(self.model)
         self.reserved.clear()
         with self.phases.during("optimizer"):
             return self.updater.step(*args)

@@ -110,6 +110,13 @@ class Updater:
         """Whether the gradients of a step are there."""
         return any(p.grad is not None for p in model.parameters())
 
+    def not_reached(self, model: nn.Module) -> list[str]:
+        """The weights that are trained and have no gradient, by name, where those of others are there; none where
+        gradients lie elsewhere."""
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        names = [name for name, gradient in gradients.items() if gradient is None]
+        return [] if len(names) == len(gradients) or stream_of(model) is not None else names
+
     def norm(self, model: nn.Module, clip_at: float | None = None) -> Tensor:
         """The norm of the gradients as they are before they are clipped to `clip_at`.
 

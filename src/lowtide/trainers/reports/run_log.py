@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 from lowtide.step.metrics import Totals
@@ -10,6 +11,9 @@ from lowtide.step.phases import HighWater
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 
 logger = logging.getLogger(__name__)
+
+MOST_NAMED = 4
+"""Kinds of weights that a warning names."""
 
 
 class RunLog:
@@ -33,15 +37,26 @@ class RunLog:
         if "loss" in logs:
             logs.update(self._unlogged())
             logs.update(self._memory.metrics(self._prediction))
-            self._warn_of_no_gradient(logs.get("grad_norm"))
+            if not self._has_logged and self.trainer.args.process_index == 0:
+                self._warn_of_no_gradient(logs.get("grad_norm"))
+            self._has_logged = True
         return logs
 
     def _warn_of_no_gradient(self, norm: float | None) -> None:
-        """Says at the first log that the gradient is 0, as of dead layers or inputs that reach no weight. Where a
-        policy writes, rewards that are all equal have none, which its metrics say."""
-        trainer, first, self._has_logged = self.trainer, not self._has_logged, True
+        """Says that weights have no gradient, as of layers that the forward leaves out, or that all of it is 0, as of
+        dead layers or inputs that reach no weight. Where a policy writes, rewards that are all equal give 0, which its
+        metrics say."""
+        trainer = self.trainer
+        if names := trainer.runner.not_reached:
+            kinds = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
+            logger.warning(
+                f"{len(names):,} trained weights had no gradient in the first step and stay as they are: "
+                f"{', '.join(kinds[:MOST_NAMED])}{', ...' if len(kinds) > MOST_NAMED else ''}. A later step may reach "
+                "experts that no token went to, and a vision tower that saw no image; freeze the others, or look at "
+                "why the loss does not depend on them"
+            )
         writes = getattr(trainer, "rewards", None) is not None
-        if first and norm == 0 and not writes and trainer.args.process_index == 0:
+        if norm == 0 and not writes:
             logger.warning(
                 f"the gradient of step {trainer.state.global_step} is exactly 0, so that it moves no weight: look at "
                 "the weights that were loaded, the labels, and the options of the loss and the adapters"

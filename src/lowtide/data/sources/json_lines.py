@@ -30,6 +30,9 @@ LINE_BY_LINE = (".jsonl", ".ndjson")
 BLOCK_BYTES = 10 << 20
 MOST_LINE_BYTES = 256 << 20
 """Of a line, which is one row: a small compressed file may hold one that takes all memory."""
+MOST_GROWTH, LOOKED_AT_BYTES = 200, 2 << 30
+"""How many times its size a file may have once it is decompressed, where that is more than a line may have: texts and
+numbers come to 20 at most. It is looked at in so many bytes of what comes out."""
 MOST_DEPTH = 64
 """Lists and objects within each other, of which Arrow's schemas hold no more."""
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
@@ -59,6 +62,25 @@ def find_fault(path: Path) -> tuple[int, str] | None:
         except (UnicodeDecodeError, *BROKEN):
             pass
     return first_conflict((number, parsed) for number, parsed in _parsed_lines(path))
+
+
+def check_growth(path: Path) -> None:
+    """Refuses a compressed file that is read whole, or in long lines, and comes to so much that no text does.
+
+    Raises:
+        ValueError: names the file.
+    """
+    if path.suffix not in OPENERS or Path(path.stem).suffix in LINE_BY_LINE:
+        return
+    most, size = max(MOST_GROWTH * path.stat().st_size, MOST_LINE_BYTES), 0
+    with contextlib.suppress(*BROKEN), _opened(path) as file:  # what is broken is said when it is read
+        while size < LOOKED_AT_BYTES and (block := file.read(BLOCK_BYTES)):
+            size += len(block)
+            if size > most:
+                raise ValueError(
+                    f"{path} comes to more than {most >> 20} MiB, {MOST_GROWTH} times its size, as no text does: it "
+                    "would take all memory. Decompress it first if that is meant"
+                )
 
 
 def check_lines(path: Path) -> None:

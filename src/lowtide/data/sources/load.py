@@ -27,6 +27,7 @@ from lowtide.data.sources.json_lines import (
     BROKEN,
     LINE_BY_LINE,
     OPENERS,
+    check_growth,
     check_lines,
     find_fault,
     first_conflict,
@@ -164,6 +165,7 @@ def _from_files(
     if empty is not None:
         raise ValueError(f"{empty} is empty.")
     for file in files:
+        check_growth(file)
         check_lines(file)
     if streaming and split in splits and all(_read_by_lines(file) for file in splits[split]):
         return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
@@ -182,7 +184,7 @@ def _from_files(
     except (*FAILURES, *BROKEN) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        if "corresponds to no data" in str(error):
+        if "corresponds to no data" in str(error) or isinstance(error, StopIteration):
             raise ValueError(f"{source} has no rows.") from error
         for file in files:
             if fault := find_fault(file):

@@ -23,6 +23,7 @@ TOOLS = {
         "lowtide.cli.after_training.evaluate",
         "the loss of a trained model on held-out data, and tasks of lm-eval",
     ),
+    "export": ("lowtide.cli.after_training.export", "write a model as a GGUF file for llama.cpp and Ollama"),
     "vllm-serve": ("lowtide.cli.vllm_serve", "start vLLM as a server that writes completions for a training"),
     "doctor": ("lowtide.cli.doctor", "what is installed, what this machine has, and what is missing"),
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),

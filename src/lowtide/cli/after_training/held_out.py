@@ -78,7 +78,8 @@ def losses(
         trainer = trainer_class(METHODS[method])(
             model=run, args=args, train_dataset=few, eval_dataset=rows, **arguments
         )
-        return {name: _metrics(trainer.evaluate(trainer.eval_dataset[name])) for name in rows}
+        prepared: Any = trainer.eval_dataset
+        return {name: _metrics(trainer.evaluate(prepared[name])) for name in rows}
 
 
 def _reference(method: str, values: Mapping[str, Any], given: str | None) -> dict[str, Any]:

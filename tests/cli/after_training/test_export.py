@@ -1,0 +1,181 @@
+"""`lowtide export --gguf`: the file holds the model's weights, and llama.cpp writes with it what transformers does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from lowtide.cli.after_training.gguf_export.families import FAMILIES
+from lowtide.cli.after_training.gguf_export.vocabulary import SPLITS, pre_tokenizer_name
+from lowtide.cli.main import main
+from tests.support.texts.chatml import CHATML
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXTS = [
+    "The tide comes in at 12:45, and out again.",
+    "Sand, weed and shells: 3 of each, 9 in all; the tide turns.",
+] * 9
+SMALL = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2},
+    **{"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0},
+}
+WIDE = {"head_dim": 32}
+WINDOWS = {"query_pre_attn_scalar": 32, "sliding_window": 16, **WIDE}
+CONFIGS = {
+    "llama": {**WIDE, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
+              "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    "mistral": {**WIDE, "sliding_window": None},
+    "gemma": WIDE,
+    "gemma2": WINDOWS,
+    "gemma3_text": WINDOWS,
+    "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5,
+                "logits_scaling": 2.0},
+    "starcoder2": {"sliding_window": None},
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 8},
+    **dict.fromkeys(("qwen3", "smollm3", "seed_oss", "arcee", "hunyuan_v1_dense", "glm4"), WIDE),
+}  # fmt: skip
+
+
+def a_tokenizer(cut: str | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE; with a regular expression as cut by Qwen2 or Llama 3."""
+    made = Tokenizer(models.BPE())
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut is None)
+    parts = [] if cut is None else [pre_tokenizers.Split(Regex(cut), "isolated")]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*parts, whole]) if parts else whole
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def saved(folder: Path, kind: str, **changes) -> tuple:
+    """(model, tokenizer) of a family with random weights, norms and biases too, in a folder."""
+    torch.manual_seed(0)
+    tokenizer = a_tokenizer()
+    config = AutoConfig.for_model(kind, **{**SMALL, **CONFIGS.get(kind, {}), "vocab_size": len(tokenizer), **changes})
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                weight += torch.randn_like(weight) * 0.1
+    model.generation_config = GenerationConfig(eos_token_id=[2, 0], do_sample=True, temperature=0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
+def test_the_file_holds_the_weights_the_tokens_and_the_template(tmp_path, capsys):
+    gguf = pytest.importorskip("gguf", reason="needs the gguf extra")
+    saved(tmp_path / "run", "qwen3")
+    for kind, bound in {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 2**-6}.items():
+        path = tmp_path / f"{kind}.gguf"
+        assert main(["export", str(tmp_path / "run"), "--gguf", kind, "--output", str(path)]) == 0
+        reader = gguf.GGUFReader(path)
+        weights = load_file(tmp_path / "run" / "model.safetensors")
+        held = {each.name: gguf.quants.dequantize(each.data, each.tensor_type) for each in reader.tensors}
+        assert len(held) == len(weights)
+        for name, own in {
+            "blk.1.attn_q": "layers.1.self_attn.q_proj",
+            "blk.0.ffn_down": "layers.0.mlp.down_proj",
+        }.items():
+            wanted = weights[f"model.{own}.weight"].numpy()
+            assert np.abs(held[f"{name}.weight"] - wanted).max() <= bound * np.abs(wanted).max()
+        assert (held["blk.0.attn_norm.weight"] == weights["model.layers.0.input_layernorm.weight"].numpy()).all()
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["tokenizer.ggml.pre"] == "gpt-2"
+    assert fields["tokenizer.chat_template"] == CHATML
+    assert fields["tokenizer.ggml.eos_token_id"] == 2
+    assert fields["qwen3.attention.key_length"] == 32
+    assert (tmp_path / "Modelfile").read_text() == (
+        'FROM ./q8_0.gguf\nPARAMETER stop "<|im_end|>"\nPARAMETER stop "<|endoftext|>"\nPARAMETER temperature 0.5\n'
+    )
+    assert "ollama create run --file" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_llama_cpp_writes_what_transformers_writes(kind, tmp_path, capfd):
+    xllamacpp = pytest.importorskip("xllamacpp", reason="needs llama.cpp (pip install xllamacpp)")
+    pytest.importorskip("gguf", reason="needs the gguf extra")
+    model, tokenizer = saved(tmp_path / "run", kind)
+    path = tmp_path / "run.gguf"
+    assert main(["export", str(tmp_path / "run"), "--gguf", "f32", "--output", str(path)]) == 0
+    settings = xllamacpp.CommonParams()
+    settings.model.path, settings.n_ctx, settings.warmup, settings.cpuparams.n_threads = str(path), 256, False, 1
+    settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    settings.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    server, seen = xllamacpp.Server(settings), set[int]()
+    for text in (TEXTS[1][:30], TEXTS[0][5:40], "shells 12:45, \tüber the sand", "3 of 9"):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        how = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=[2, 0])
+        found = model.generate(ids, generation_config=how)[0, ids.shape[1] :]
+        asked = {"prompt": text, "n_predict": 12, "temperature": 0, "cache_prompt": False, "logprobs": 1}
+        written = server.handle_completions(asked)
+        [choice] = (json.loads(written) if isinstance(written, str) else written)["choices"]
+        wanted = tokenizer.decode(found, skip_special_tokens=True)
+        assert choice["text"].rstrip("\ufffd") == wanted.rstrip("\ufffd")
+        with torch.no_grad():
+            first = float(model(ids).logits[0, -1].log_softmax(-1).max())
+        shown = choice["logprobs"]["content"][0]
+        if shown["id"] == int(found[0]):  # llama.cpp joins tokens that are parts of a character
+            assert shown["logprob"] == pytest.approx(first, abs=5e-3)  # its GELU is a table of float16
+        seen |= set(found.tolist())
+    assert len(seen) > 3
+
+
+@pytest.mark.parametrize(("cut", "name"), [(None, "gpt-2"), *SPLITS.items(), (r"\s+", None)])
+def test_the_pre_tokenizer_is_told_from_how_texts_are_cut(cut, name):
+    held = json.loads(a_tokenizer(cut).backend_tokenizer.to_str())
+    assert pre_tokenizer_name(held) == name
+    if name == "dbrx":
+        held["model"]["ignore_merges"] = True
+        assert pre_tokenizer_name(held) == "llama-bpe"
+    held["model"]["byte_fallback"] = True  # of SentencePiece
+    assert pre_tokenizer_name(held) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gpt2", {}, "is a gpt2, and what is written is llama, mistral"),
+        ("mistral", {"sliding_window": 16}, "has a sliding window of 16 tokens"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "type 'linear'"),
+        ("gemma2", {"query_pre_attn_scalar": 8}, "has query_pre_attn_scalar=8"),
+        ("smollm3", {"no_rope_layers": [1] * 8}, "leaves out positions in other layers"),
+    ],
+)
+def test_what_llama_cpp_would_pass_over_is_refused(kind, changes, message, tmp_path, capsys):
+    pytest.importorskip("gguf", reason="needs the gguf extra")
+    given = (
+        {**SMALL, **CONFIGS.get(kind, {}), **changes} if kind != "gpt2" else {"n_layer": 1, "n_embd": 8, "n_head": 2}
+    )
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=400, **given)).save_pretrained(tmp_path)
+    a_tokenizer().save_pretrained(tmp_path)
+    assert main(["export", str(tmp_path), "--gguf", "f32"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "convert_hf_to_gguf.py" in error
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_an_adapter_and_a_missing_package_are_said_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "M"}')
+    monkeypatch.setattr("lowtide.cli.after_training.export.find_spec", lambda name: object())
+    assert main(["export", str(tmp_path), "--gguf", "f32"]) == 2
+    assert "lowtide merge --adapter" in capsys.readouterr().err
+    monkeypatch.setattr("lowtide.cli.after_training.export.find_spec", lambda name: None)
+    assert main(["export", str(tmp_path), "--gguf", "f32"]) == 2
+    assert "pip install 'lowtide[gguf]'" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value, load_dataset
 
 from lowtide.data.formats.columns import warn_of_unused
+from lowtide.data.formats.labels import names_of_found
 from lowtide.data.labelled import LabelOptions, found_labels, prepare_labelled
 from tests.support.models.classifying import tokenizer
 
@@ -176,3 +177,8 @@ def test_labels_of_several_kinds_in_a_file_are_refused(tmp_path):
     rows = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(ValueError, match="holds values of several kinds; labels are texts, numbers, or lists"):
         found_labels(rows, None, None)
+
+
+def test_a_number_that_is_no_label_s_is_refused_before_as_many_are_named():
+    with pytest.raises(ValueError, match=f"the rows have the label {2**40}, and labels are numbered from 0 on"):
+        names_of_found({0, 1, 2**40})

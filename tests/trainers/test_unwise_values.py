@@ -47,6 +47,13 @@ def test_a_temperature_near_zero_is_warned_of(temperature, times, tmp_path, capl
     assert warned(caplog, f"temperature={temperature:g} multiplies logits by") == times
 
 
+@pytest.mark.parametrize(("factor", "times"), [(1, 1), (0.1, 0)])
+def test_smoothing_that_leaves_no_label_is_warned_of(factor, times, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        sft(tmp_path, config={}, label_smoothing_factor=factor)
+    assert warned(caplog, "label_smoothing_factor=1 leaves nothing of the labels") == times
+
+
 @pytest.mark.parametrize(("options", "times"), [({"max_length": None}, 1), ({"max_length": 32}, 0)])
 def test_rows_behind_the_positions_of_a_model_are_warned_of(options, times, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):

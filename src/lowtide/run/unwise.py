@@ -28,6 +28,7 @@ def unwise(args: Any, model: nn.Module, *, aux_coefficient: float = 0.0, given: 
         _one_layer_recomputed(args, model),
         "" if given else _decay_beyond_zero(args),
         _cold(args),
+        _without_labels(args),
     ]
     return [each for each in found if each]
 
@@ -72,6 +73,14 @@ def _cold(args: Any) -> str:
         f"temperature={temperature:g} multiplies logits by {1 / temperature:g}: the likeliest token is written nearly "
         "always, so that completions of a prompt are alike, and gradients of what is scored at that temperature are as "
         f"much larger. Take {COLD} or more"
+    )
+
+
+def _without_labels(args: Any) -> str:
+    if getattr(args, "label_smoothing_factor", 0) != 1:
+        return ""
+    return (
+        "label_smoothing_factor=1 leaves nothing of the labels: the model learns that all are equally likely. Lower it"
     )
 
 

@@ -11,6 +11,7 @@ from datasets import Dataset
 from lowtide.data.formats.conversation import quoted
 
 ROWS_AT_A_TIME = 10_000
+MOST_LABELS = 10**6
 UNNAMED = "LABEL_{}"
 """How transformers calls labels whose names it is not told."""
 
@@ -44,11 +45,21 @@ def distinct_labels(dataset: Dataset, column: str) -> set[Any]:
 
 def names_of_found(found: set[Any]) -> tuple[str, ...]:
     """Names for labels that were found: texts in alphabetical order; numbers are called as by transformers, LABEL_0 and
-    so on up to the largest."""
+    so on up to the largest.
+
+    Raises:
+        ValueError: the largest is so large that it is no number of a label.
+    """
     named = {each for each in found if isinstance(each, str)}
     if named:
         return tuple(sorted(named))
-    return unnamed(max((int(each) for each in found if isinstance(each, int)), default=-1) + 1)
+    largest = max((int(each) for each in found if isinstance(each, int)), default=-1)
+    if largest >= MOST_LABELS:
+        raise ValueError(
+            f"the rows have the label {largest}, and labels are numbered from 0 on, to {MOST_LABELS - 1} at most, with "
+            "a row of the model's head for each: number them from 0, or store them as texts"
+        )
+    return unnamed(largest + 1)
 
 
 def unnamed(count: int) -> tuple[str, ...]:

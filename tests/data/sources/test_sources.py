@@ -31,10 +31,24 @@ def write(path, content):
         ("bom.jsonl", b"\xef\xbb\xbf" + LINES.encode()),
         ("rows.csv", "text,n\na,1\nb,2\n"),
         ("rows.tsv", "text\tn\na\t1\nb\t2\n"),
+        ("semicolons.csv", "text;n\na;1\nb;2\n"),
+        ("tabs.csv", "text\tn\r\na\t1\r\nb\t2\r\n"),
+        ("semicolons.csv.gz", gzip.compress(b"text;n\na;1\nb;2\n", mtime=0)),
     ],
 )
 def test_reads_files(tmp_path, name, content):
     assert list(load_rows(write(tmp_path / name, content))) == ROWS
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_separator_of_a_csv_is_told_from_its_first_line_and_said(tmp_path, caplog, streaming):
+    given = {"bar": 'text|"a, b"\nx|1\n', "comma": 'text,"a;b"\nx,1\n', "one": 'text\n"a;b"\n'}
+    rows = {}
+    for name, content in given.items():
+        rows[name] = list(load_rows(write(tmp_path / f"{name}.csv", content), streaming=streaming))
+    assert rows == {"bar": [{"text": "x", "a, b": 1}], "comma": [{"text": "x", "a;b": 1}], "one": [{"text": "a;b"}]}
+    said = [record.getMessage() for record in caplog.records if "separated by" in record.getMessage()]
+    assert said == [f"{tmp_path / 'bar.csv'}: the first line has no comma, and columns are separated by '|'"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

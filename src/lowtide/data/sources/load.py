@@ -35,6 +35,7 @@ from lowtide.data.sources.json_lines import (
     unified_features,
 )
 from lowtide.data.sources.places import READERS, check_place, is_saved, readable_files, reader_of
+from lowtide.data.sources.separators import separator_of
 from lowtide.data.sources.titles import entitled
 
 FAILURES = (DatasetGenerationError, ValueError, StopIteration, RecursionError)
@@ -169,7 +170,10 @@ def _from_files(
         check_lines(file)
     if streaming and split in splits and all(_read_by_lines(file) for file in splits[split]):
         return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
-    reader, separator = READERS[reader_of(files[0]) or ""]
+    suffix = reader_of(files[0]) or ""
+    reader, separator = READERS[suffix]
+    if suffix == ".csv":
+        separator = separator_of(files[0])
     data_files = {name: [glob.escape(str(file)) for file in group] for name, group in splits.items()}
 
     # Opening a mapped file looks at the head of each of its records, and the kernel maps 64 kB around each look.

@@ -167,5 +167,5 @@ def _show(title: str, found: Mapping[str, Mapping[str, float]]) -> None:
     for model in found:
         table.add_column(Text(model), justify="right")
     for name in dict.fromkeys(name for numbers in found.values() for name in numbers):
-        table.add_row(Text(name), *(f"{of[name]:.4f}" if name in of else "" for of in found.values()))
+        table.add_row(Text(name), *(f"{of[name]:.4g}" if name in of else "" for of in found.values()))
     Console().print(table)

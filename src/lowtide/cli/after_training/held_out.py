@@ -58,7 +58,7 @@ def losses(
     from lowtide.option_values import options_of
     from lowtide.trainers.public import trainer_class
 
-    values = {} if file is None else read_run_file(file, options_of_command(method))
+    values = {} if file is None else read_run_file(file, options_of_command(method).options)
     names = {*options_of(METHODS[method].options), *BESIDE}
     config: Any = config_of(method)
     kept = {name: value for name, value in values.items() if name in names}

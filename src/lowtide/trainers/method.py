@@ -27,6 +27,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_run import check_same_run
 from lowtide.run.inputs.arguments import ARGUMENTS, check_arguments
 from lowtide.run.inputs.beginning import beginning_of
+from lowtide.run.inputs.first_look import look_at_rows, tokenizer_of
 from lowtide.run.inputs.loading import config_of
 from lowtide.run.inputs.row_checks import check_collator
 from lowtide.run.options.inherited_checks import check_early_stopping, check_starts
@@ -116,6 +117,7 @@ class MethodTrainer(LowtideTrainer):
                 "a model came with config_name or model_type, which are of one that begins with random weights: pass "
                 "model=None, or leave these out"
             )
+        self._look_at_rows(given)
         self.planned = self._plan(given)
         set_seed(args.seed)
         given["data_collator"] = getattr(given.get("data_collator"), "of_trainer", given.get("data_collator"))
@@ -157,6 +159,19 @@ class MethodTrainer(LowtideTrainer):
         bound = self.__signature__.bind(*positional, **named)
         given = {name: bound.arguments.get(name, DEFAULTS.get(name)) for name in self.__signature__.parameters}
         return given, given.pop("older") or {}
+
+    def _look_at_rows(self, given: dict[str, Any]) -> None:
+        """Prepares the first rows, before the weights of a model that is given by name are read. The tokenizer is that
+        of the run."""
+        args = self.args
+        prepares = type(self).prepare is MethodTrainer.prepare and not getattr(args, "skips_preparation", False)
+        if not prepares or not isinstance(given["model"], str) or given.get("formatting_func") is not None:
+            return
+        if given["processing_class"] is None:
+            given["processing_class"] = tokenizer_of(given["model"], args)
+        evaluated = {} if given["eval_dataset"] is None else by_name(given["eval_dataset"])
+        datasets = {"train": given["train_dataset"], **evaluated}
+        look_at_rows(self.method, args, given["processing_class"], datasets)
 
     def _plan(self, given: Mapping[str, Any]) -> Fitted:
         """The settings that `memory_budget` chooses, set in the config."""

@@ -119,3 +119,19 @@ def test_secrets_are_not_written(tmp_path):
     path = tmp_path / "run.yaml"
     write_run_file(path, {"model": "m", "hub_token": "hf_secret"}, OPTIONS, method="sft")
     assert "hf_secret" not in path.read_text()
+
+
+def test_columns_are_named_on_the_command_line_and_in_a_run_file(tmp_path):
+    (tmp_path / "odd.csv").write_text("User Question;Bot Answer\nwhy;so\n")
+    (tmp_path / "held.jsonl").write_text('{"prompt": "when", "completion": "now"}\n')
+    columns = options_of(RunOptions)["columns"]
+    file = tmp_path / "run.yaml"
+    file.write_text("columns: {prompt: User Question, completion: Bot Answer}\n")
+    named = [columns.convert("prompt=User Question,completion=Bot Answer")]
+    named += [read_run_file(file, options_of(RunOptions))["columns"]]
+    for each in named:
+        given = RunOptions(dataset=str(tmp_path / "odd.csv"), eval_dataset=str(tmp_path / "held.jsonl"), columns=each)
+        rows, held = given.load(evaluates=True)
+        assert list(rows) == [{"prompt": "why", "completion": "so"}]
+        assert held is not None
+        assert list(held) == [{"prompt": "when", "completion": "now"}]  # which needs none

@@ -180,8 +180,8 @@ def test_a_formatting_func_that_fails_is_named_with_its_error():
 
 
 def test_unknown_columns_are_named_with_those_that_are_understood():
-    with pytest.raises(ValueError, match=r"data.jsonl has the columns 'question', 'answer'.*'body'.*'messages'"):
-        detect_format(["question", "answer"], text_field="body", source="data.jsonl")
+    with pytest.raises(ValueError, match=r"data.jsonl has the columns 'riddle', 'key'.*'body'.*'messages'"):
+        detect_format(["riddle", "key"], text_field="body", source="data.jsonl")
 
 
 def test_keywords_of_the_template_may_be_json():

@@ -69,6 +69,11 @@ class RunOptions:
         "Several datasets as one: paths, or mappings (JSON on the command line) of path, name, data_dir, data_files, "
         "split, columns and fraction, the share of the mixture.",
     )
+    columns: dict | None = option(
+        None,
+        "Columns of the rows by the names that they are to have: prompt=Question,completion=Answer, or JSON; a mapping "
+        "in a run file.",
+    )
     test_split_size: float | None = option(
         None, "Share (below 1) or number of the rows of `datasets` that are kept for evaluation."
     )
@@ -157,7 +162,17 @@ class RunOptions:
         return {name: value for name, value in init.items() if value is not None} | (self.model_init_kwargs or {})
 
     def load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
-        """The rows to train on, and those to evaluate on if there are any."""
+        """The rows to train on, and those to evaluate on if there are any, with the names of columns asked for."""
+        from lowtide.data.sources.columns import column_names, with_columns
+
+        rows, evaluated = self._load(evaluates=evaluates)
+        if not self.columns:
+            return rows, evaluated
+        if evaluated is not None and {*self.columns.values()} & {*column_names(evaluated)}:
+            evaluated = with_columns(evaluated, self.columns)
+        return with_columns(rows, self.columns), evaluated
+
+    def _load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
         from lowtide.data.sources.load import load_rows
 
         if self.datasets:

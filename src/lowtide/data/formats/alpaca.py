@@ -43,6 +43,18 @@ def alpaca_side(chats: bool, answer: str, row: Mapping[str, Any]) -> Sample:
     return ChatSample(check_roles(talk), len(talk) - 1)
 
 
+def asked_side(chats: bool, question: str, answer: str, row: Mapping[str, Any]) -> Sample:
+    """What was asked in one column and answered in another: a conversation with a chat template, else a text.
+
+    Raises:
+        ValueError: a column is no text.
+    """
+    asked, reply = text_of(row.get(question), question), text_of(row.get(answer), answer)
+    if not chats:
+        return TextSample(reply, prompt=asked)
+    return ChatSample(check_roles([_message("user", asked), _message("assistant", reply)]), 1)
+
+
 def with_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
     """A conversation that opens with the text of the row's column `system`, unless it has a system message itself."""
     system = row.get("system")

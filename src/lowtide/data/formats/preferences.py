@@ -18,6 +18,7 @@ from typing import Any
 
 from lowtide.data.formats.alpaca import alpaca_side, with_system
 from lowtide.data.formats.conversation import check_messages, check_roles, describe, quoted
+from lowtide.data.formats.likely import proposal
 from lowtide.data.formats.reading import (
     TEMPLATE_COLUMNS,
     FormatLine,
@@ -61,6 +62,7 @@ def detect_pairs(
             f"{source} has the columns {quoted(columns)}; pairs need 'chosen' and 'rejected', with 'prompt', "
             "'conversations' or 'instruction' where both do not begin with it, or 'chosen_ids' and 'rejected_ids' with "
             "'prompt_ids'. Rename the columns."
+            + proposal(columns, ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
         )
     if margins and "margin" in columns:
         return replace(
@@ -80,6 +82,7 @@ def detect_unpaired(columns: Sequence[str], source: str, *, chats: bool = True) 
         raise ValueError(
             f"{source} has the columns {quoted(columns)}; labelled completions need 'prompt', 'completion' and "
             "'label' (true or false), and pairs 'chosen' and 'rejected'. Rename the columns."
+            + proposal(columns, ("prompt", "completion", "label"), ("prompt", "chosen", "rejected"))
         )
     return row_format
 

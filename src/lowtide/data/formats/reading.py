@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from lowtide.data.formats.alpaca import ALPACA_COLUMNS, alpaca_side, with_system
+from lowtide.data.formats.alpaca import ALPACA_COLUMNS, alpaca_side, asked_side, with_system
 from lowtide.data.formats.conversation import check_messages, check_roles, describe, quoted, without_nulls
+from lowtide.data.formats.likely import proposal
 from lowtide.data.formats.samples import ChatSample, Sample, TextSample, TokenSample, text_of
 from lowtide.data.formats.token_columns import TOKEN_COLUMNS, read_tokens
 from lowtide.parsing import parse_json
@@ -96,6 +97,8 @@ def detect_format(
     if text_field in present:
         return RowFormat("text", (text_field,), partial(read_text, text_field))
     row_format = match_format(columns, [alpaca_line("output", partial(alpaca_side, chats, "output"), chats=chats)])
+    if row_format is None and not present & {"context", *ALPACA_COLUMNS[1:]}:
+        row_format = match_format(columns, _asked_formats(chats))
     if row_format is not None:
         return row_format
     raise ValueError(
@@ -103,7 +106,19 @@ def detect_format(
         "(dataset_text_field), 'messages', 'conversations', 'prompt' with 'completion', 'instruction' with 'output', "
         "'input_ids'. "
         "Rename the columns, set dataset_text_field, or in Python: pass a formatting_func."
+        + proposal(columns, ("prompt", "completion"), ("messages",), ("text",))
     )
+
+
+def _asked_formats(chats: bool) -> list[FormatLine[Sample]]:
+    """Pairs of columns that datasets have for a prompt and its completion, and other names of `conversations`. They are
+    read where no format fits, and there is nothing beside them that a prompt would need."""
+    kind = "conversations" if chats else "texts"
+    pairs: list[FormatLine[Sample]] = [
+        (f"{asked} and {answered}, as {kind}", (asked, answered), (), partial(asked_side, chats, asked, answered))
+        for asked, answered in ASKED
+    ]
+    return [*pairs, ("conversation", ("conversation",), TEMPLATE_COLUMNS, partial(read_messages, "conversation"))]
 
 
 def alpaca_line(*answers: Any, chats: bool) -> FormatLine[Any]:
@@ -179,6 +194,11 @@ def _made(formatting_func: Callable[[Mapping[str, Any]], Any], row: Mapping[str,
     return made
 
 
+ASKED = (
+    *(("question", "answer"), ("question", "response"), ("query", "response"), ("query", "answer")),
+    *(("instruction", "response"), ("input", "output"), ("prompt", "response")),
+)
+"""Columns of what was asked and what was answered, in order of precedence."""
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
 RESERVED_KEYWORDS = (
     *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),

@@ -27,6 +27,7 @@ from datasets import (
 )
 
 from lowtide.data.formats.conversation import quoted
+from lowtide.data.sources.columns import column_names, with_columns
 from lowtide.data.sources.load import load_rows
 from lowtide.data.sources.titles import entitled
 from lowtide.parsing import parse_json
@@ -54,8 +55,9 @@ class DatasetConfig:
     """The files of a dataset, or those of each split."""
     split: str = "train"
     """Which split."""
-    columns: list[str] | None = None
-    """The columns that are kept. None keeps all."""
+    columns: list[str] | dict[str, str] | None = None
+    """The columns that are kept; or those that get other names, by these names (`{"prompt": "User Question"}`). None
+    keeps all."""
     fraction: float | None = None
     """The dataset's share of the mixture, relative to those of the others. `weight` is another name of it."""
 
@@ -127,7 +129,7 @@ def _entry(given: Any, title: str) -> DatasetConfig:
         raise ValueError(f"{title} has no `path`; it must name a file, a folder or a dataset on the hub.")
     columns = values.get("columns")
     if columns is not None and (isinstance(columns, str) or not all(isinstance(each, str) for each in columns)):
-        raise ValueError(f"{title}: columns is {columns!r}; it must be a list of names.")
+        raise ValueError(f"{title}: columns is {columns!r}; it must be a list of names, or a mapping of them.")
     return DatasetConfig(**values)
 
 
@@ -164,7 +166,9 @@ def _load(entry: DatasetConfig, title: str, *, streaming: bool) -> Dataset | Ite
         raise ValueError(f"{title}: {error}") from error
     if entry.columns is None:
         return rows
-    columns = _columns(rows)
+    if isinstance(entry.columns, Mapping):
+        return with_columns(rows, entry.columns, f"{title}: columns")
+    columns = column_names(rows)
     missing = [column for column in entry.columns if column not in columns]
     if missing:
         raise ValueError(
@@ -174,13 +178,9 @@ def _load(entry: DatasetConfig, title: str, *, streaming: bool) -> Dataset | Ite
     return rows.select_columns(entry.columns)
 
 
-def _columns(rows: Dataset | IterableDataset) -> list[str]:
-    return list(rows.column_names or next(iter(rows), {}))
-
-
 def _warn_of_columns(entries: Sequence[DatasetConfig], parts: Sequence[Dataset | IterableDataset]) -> None:
     """Say which columns only some of the datasets have: rows of the others hold null there."""
-    columns = [set(_columns(part)) for part in parts]
+    columns = [set(column_names(part)) for part in parts]
     partial = sorted(set.union(*columns) - set.intersection(*columns))
     if partial:
         having = ", ".join(f"{e.path}: {quoted(sorted(c))}" for e, c in zip(entries, columns, strict=True))

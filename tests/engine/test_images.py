@@ -188,3 +188,9 @@ def test_a_broken_image_is_named() -> None:
         own.ready({"path": "/nowhere/cat.png", "bytes": None})
     with pytest.raises(ValueError, match="an image of 5 bytes cannot be read as an image"):
         own.ready({"path": None, "bytes": b"12345"})
+
+
+def test_an_image_of_more_pixels_than_pil_reads_is_named(monkeypatch) -> None:
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 30)
+    with pytest.raises(ValueError, match=r"an image of .* cannot be read as an image .*exceeds limit"):
+        reader("qwen2_5_vl").ready(stored(picture(0, 8, 8)))

@@ -80,7 +80,7 @@ def read_recipe(path: Path, method: str, output: Path) -> Any:
     from lowtide.cli.training import train
 
     parser = train.add_parser(argparse.ArgumentParser().add_subparsers(), method)
-    return train.read_run(parser.parse_args(["--config", str(path)]), output_dir=str(output))
+    return train.read_run(parser.parse_args(["--config", str(path)]), has_rows=True, output_dir=str(output))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from tests.parity.test_gkd_parity import build_teacher
 from tests.support.references.parity_world import (
     COMMON,
     assert_likelihoods_agree,
     build_model,
+    build_teacher,
     lora,
     numbers,
     runs_of,

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.references.parity_world import (
     COMMON,
-    SMALL,
     assert_likelihoods_agree,
     assistant,
     build_model,
+    build_teacher,
     lora,
     numbers,
     runs_of,
@@ -64,13 +63,6 @@ CASES = {
 }
 QUICK = ("jensen-shannon",)
 LONG = (*QUICK, "forward", "reverse", "lora")
-
-
-def build_teacher() -> Any:
-    """Another model type, wider and deeper than the student."""
-    torch.manual_seed(1)
-    config = SMALL | {"model_type": "qwen2", "hidden_size": 96, "num_hidden_layers": 3}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
 
 
 def rows(count: int, turns: int, seed: int = 0) -> Dataset:

@@ -59,6 +59,8 @@ OPTIONAL = (
     Optional(
         "flash_attn", "flash-attn", "attention on a GPU by flash-attn 2; torch's own serves too", "lowtide[flash]"
     ),
+    Optional("lm_eval", "lm-eval", "lm-eval's tasks in lowtide evaluate", "lowtide[eval]"),
+    Optional("gguf", "gguf", "files for llama.cpp (lowtide export)", "lowtide[gguf]"),
     Optional("vllm", "vllm", "completions of online methods by vLLM, in an environment of its own", "vllm"),
     Optional("math_verify", "math-verify", "the rewards accuracy_reward and reasoning_accuracy_reward", "math-verify"),
     Optional("tensorboard", "tensorboard", "report_to: tensorboard", "tensorboard"),

@@ -80,10 +80,10 @@ def run(args: argparse.Namespace) -> int:
         ValueError: the data, the tokenizer, an option or the output folder can't be used.
         OSError: the data is not there.
     """
+    _check_folder(args.output_dir)
     for each in args.data:
         if not each.startswith("{"):
             check_place(each, configured=args.dataset_config is not None)
-    _check_folder(args.output_dir)
     from lowtide.data.report.lengths import BATCH_SIZES, LengthReport
     from lowtide.data.report.lengths_page import write_html
     from lowtide.data.report.lengths_plot import write_png

@@ -66,6 +66,13 @@ def build_model(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODELS[name]), dtype=torch.float32)
 
 
+def build_teacher() -> PreTrainedModel:
+    """Returns one of another model type, wider and deeper."""
+    torch.manual_seed(1)
+    config = SMALL | {"model_type": "qwen2", "hidden_size": 96, "num_hidden_layers": 3}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
+
+
 def lora(**more: Any) -> LoraConfig:
     """Returns adapters on attention and on the feed-forward part."""
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], **more)

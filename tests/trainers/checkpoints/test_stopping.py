@@ -270,6 +270,7 @@ def test_sigterm_outside_of_training_ends_at_once_in_one_line(doing, tmp_path, m
 def test_a_command_that_sigterm_ends_while_it_loads_leaves_no_lock(tmp_path, monkeypatch, capfd):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "config.json").write_text("{}")
     output, seen = tmp_path / "run", []
 
     def load(*args: Any, **kwargs: Any) -> Any:

@@ -151,5 +151,6 @@ def test_what_evaluates_in_its_own_way_keeps_rows_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr("lowtide.trainers.method.fit_budget", planned)
     for kind, whole in ((lowtide.SFTTrainer, False), (Own, True)):
+        args = config(tmp_path, memory_budget="1GiB")
         with pytest.raises(Asked, match=str(whole)):
-            kind("no-model", config(tmp_path, memory_budget="1GiB"), train_dataset=ROWS)
+            kind("no-model", args, train_dataset=ROWS, processing_class=make_tokenizer())

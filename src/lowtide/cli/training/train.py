@@ -408,15 +408,15 @@ def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **c
     what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
     what.check(begins_at_random=bool(values.get("config_name") or values.get("model_type")), has_rows=has_rows)
     adapters.check()
+    values["output_dir"] = what.output_dir or f"{Path(what.model or 'model').name}-{arguments.method}"
+    values.pop("resume_from_checkpoint", None)
+    models = {name: value for name, value in values.items() if "model" in name}
+    check_output(Path(values["output_dir"]), what.read() | models)
     if not has_rows:
         what.check_places()
     for name in OF_MODELS:
         if isinstance(values.get(name), str):
             check_model_place(values[name], name)
-    values["output_dir"] = what.output_dir or f"{Path(what.model or 'model').name}-{arguments.method}"
-    values.pop("resume_from_checkpoint", None)
-    models = {name: value for name, value in values.items() if "model" in name}
-    check_output(Path(values["output_dir"]), what.read() | models)
     return TrainingCommand(arguments.method, values, what, adapters)
 
 

@@ -35,7 +35,7 @@ SMALL = {
 }
 ELSEWHERE = {  # by a word of the command, what runs it, or why nothing here can
     "merge": "tests/cli/test_merge.py",
-    "chat": "tests/cli/after_training/test_chat.py",
+    "chat": "tests/cli/after_training/test_chat_command.py",
     "export": "tests/cli/after_training/test_export.py",
     "evaluate": "tests/cli/after_training/test_evaluate.py, test_ragged_lm.py",
     "generate": "tests/cli/after_training/test_generate.py",

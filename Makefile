@@ -21,7 +21,7 @@ RANKS_APART := tests/trainers/sharded tests/trainers/checkpoints/test_sharded_ch
 recorded = $(if $(RECORD),LOWTIDE_RECORD=$1 )$(2)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-sweeps test-gpu test-ranks test-faults mutants test-vllm test-others test-wheel check bench docs site clean
+.PHONY: help demo test test-slow test-all test-sweeps test-gpu test-kernels test-ranks test-faults mutants test-vllm test-others test-wheel check bench docs site clean
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-all     these, and those marked slow (some 40 minutes, on two cores)"
 	@echo "make test-sweeps  every case of the long lists of which the slow tests have some: techniques in trainers, and pairs of them"
 	@echo "make test-gpu     the tests that need a CUDA GPU (a minute and a half with 16 cores)"
+	@echo "make test-kernels the Triton kernels in Triton's interpreter, on a CPU (Triton goes into build/triton: 300 MB)"
 	@echo "make test-ranks   all tests of several ranks: whole copies, FSDP2, ZeRO, split sequences, pipelines (15 minutes at most)"
 	@echo "make test-faults  kills, signals, memory limits, corrupt files, bad input: how many came out right (10 minutes at most)"
 	@echo "make mutants      300 small changes of the source: how many of them the fast tests notice; goes on where it was ended"
@@ -57,6 +58,9 @@ test-sweeps: $(VENV)/.extras
 
 test-gpu: $(VENV)/.extras
 	$(call recorded,gpu,$(PY)) -m pytest -n 8 tests/gpu
+
+test-kernels: build/triton/.installed
+	PYTHONPATH=build/triton $(PY) -m pytest -n 0 tests/ops/layers/test_layer_kernels.py tests/ops/logits/test_triton_rows.py
 
 # by files: a worker that stole a part of one would start its ranks again
 test-ranks: $(VENV)/.deepspeed
@@ -144,6 +148,11 @@ $(VLLM_VENV)/.installed: pyproject.toml | $(PY)
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps "transformers==5.20.*"
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Beside the environment: CPU builds of torch come without Triton, and act otherwise where it is installed.
+build/triton/.installed: $(VENV)/.extras
+	$(PY) -m pip install --disable-pip-version-check --no-deps --upgrade --target build/triton "triton==3.9.*"
 	@touch $@
 
 # MLflow wants an older pandas and pyarrow than constraints.txt has. Of other trainers only what reads their files is

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from lowtide.compat.torch import attention_by, foreach_by_default, grouped_products_by
 from lowtide.ops.attention.attention_flex import why_not_flex
 from lowtide.ops.attention.varlen_attention import BACKENDS, Backend
+from lowtide.ops.layers import layer_kernels
 from lowtide.ops.logits.triton_rows import TritonRows
 from lowtide.ops.target import planning_for
 from lowtide.planner.devices import Device
@@ -59,6 +60,7 @@ def as_on(device: Device, trace: StorageTrace | None = None) -> Iterator[None]:
         patch.dict(BACKENDS, backends, clear=True),
         attention_by(functools.partial(sdpa, capability)),
         patch.object(TritonRows, "launch", _pass_over_rows),
+        patch.object(layer_kernels, "launch", _pass_over_layer),
         cuda_autocast(),
         foreach_by_default(),
         contextlib.nullcontext() if trace is None else trace.taking_around(WORKSPACES),
@@ -72,6 +74,22 @@ def _pass_over_rows(rows: TritonRows, kernel: str, *_: Any, **_flags: Any) -> No
         rows.logits.amax(-1)
     else:
         rows.logits.mul_(1)
+
+
+_layer_kernel = library.custom_op(
+    "lowtide::layer_kernel",
+    lambda *_: None,
+    mutates_args=("written",),
+    schema="(Tensor[] read, Tensor(a!)[] written) -> ()",
+)
+_layer_kernel.register_fake(lambda *_: None)
+
+
+def _pass_over_layer(
+    _kernel: str, _grid: Sequence[int], read: Sequence[Tensor], written: Sequence[Tensor], **_: Any
+) -> None:
+    """One operation that reads and writes what a kernel of a layer does."""
+    _layer_kernel(list(read), list(written))
 
 
 # -- what kernels take inside themselves --------------------------------------------------------------------------

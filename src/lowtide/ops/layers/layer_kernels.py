@@ -1,0 +1,200 @@
+"""What a decoder layer computes between its products: norms, rotary embeddings, gates; forward and backward.
+
+On CUDA each is one Triton kernel (`layer_triton`), which reads and writes once and computes in float32 inside.
+Elsewhere its plain twin computes the same in as few passes over memory as torch's own operations allow. RMSNorm is
+arXiv 1910.07467, rotary embeddings are arXiv 2104.09864, SwiGLU is arXiv 2002.05202.
+
+Every launch goes through `launch`, so that a plan of memory, on tensors without memory, can see it.
+
+Shapes: `rows` of a norm are tokens, or heads of tokens; `width` is what it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from lowtide.compat.torch import FakeTensor
+from lowtide.ops.target import target_of
+
+PROGRAMS = 512
+"""Of the kernel that sums the gradient of a norm's weight, at most: each sums some rows by itself."""
+BLOCK = 1024
+"""Entries that a program of the gate's kernels has."""
+
+
+class Norm(NamedTuple):
+    """A root mean square norm."""
+
+    weight: Float[Tensor, " width"]
+    eps: float
+
+
+def uses_kernels(x: Tensor) -> bool:
+    """Whether Triton's kernels compute on a tensor; where a plan is made for CUDA too."""
+    return target_of(x).kind == "cuda"
+
+
+def launch(kernel: str, grid: Sequence[int], read: Sequence[Tensor], written: Sequence[Tensor], **values: Any) -> None:
+    """Runs a kernel of `ops.layers.layer_triton`.
+
+    Args:
+        kernel: its name.
+        grid: of programs.
+        read: its first arguments.
+        written: those after them; what is read too stands here alone.
+        values: the others, by name.
+    """
+    first = written[0]
+    if isinstance(first, FakeTensor):
+        return  # a plan of memory: what was allocated is all there is to see
+    from lowtide.ops.layers import layer_triton
+
+    with torch.cuda.device_of(first):
+        getattr(layer_triton, kernel)[tuple(grid)](*read, *written, **values)
+
+
+# -- norms --------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    x: Float[Tensor, "rows width"], norm: Norm, dtype: torch.dtype
+) -> tuple[Float[Tensor, "rows width"], Float[Tensor, " rows"]]:
+    """The normed rows in a dtype, and by what each was multiplied, in float32 at least."""
+    rows, width = x.shape
+    if uses_kernels(x):
+        out, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
+        launch("rms_norm", (rows,), (x, norm.weight), (out, scale), width=width, eps=norm.eps, BLOCK=_power(width),
+               num_warps=_warps(width))  # fmt: skip
+        return out, scale
+    wide = torch.promote_types(x.dtype, torch.float32)
+    size = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    scale = size.square_().div_(width).add_(norm.eps).rsqrt_()
+    return torch.mul(x, scale[:, None]).mul_(norm.weight).to(dtype), scale
+
+
+def rms_norm_backward(
+    grad: Float[Tensor, "rows width"],
+    x: Float[Tensor, "rows width"],
+    scale: Float[Tensor, " rows"],
+    norm: Norm,
+    add: Float[Tensor, "rows width"] | None = None,
+) -> tuple[Float[Tensor, "rows width"], Float[Tensor, " width"] | None]:
+    """The gradients of a norm.
+
+    Args:
+        grad: at its output.
+        x: its input.
+        scale: as `rms_norm` gave it.
+        add: is added to the gradient at the input.
+
+    Returns:
+        the gradient at the input, in its dtype, and that of the weight, where one is wanted.
+    """
+    trained = norm.weight.requires_grad
+    if uses_kernels(x):
+        return _launch_backward(grad, x, scale, norm, add)
+    slopes = torch.mul(grad, norm.weight) if grad.dtype == scale.dtype else grad.to(scale.dtype).mul_(norm.weight)
+    along = torch.linalg.vecdot(slopes, x.to(slopes.dtype))
+    of_weight = torch.mul(grad, x).mul_(scale[:, None]).sum(0, dtype=scale.dtype) if trained else None
+    out = slopes.mul_(scale[:, None])
+    out.addcmul_(x, along.mul_(scale**3).div_(-x.shape[1])[:, None])
+    if add is not None:
+        out.add_(add)
+    return out.to(x.dtype), None if of_weight is None else of_weight.to(norm.weight.dtype)
+
+
+def _launch_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, norm: Norm, add: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    rows, width = x.shape
+    trained, out = norm.weight.requires_grad, torch.empty_like(x)
+    programs = min(rows, PROGRAMS) if trained else rows
+    sums = x.new_empty(programs if trained else 0, width, dtype=torch.float32)
+    launch("rms_norm_backward", (programs,), (grad, x, scale, norm.weight, x if add is None else add), (out, sums),
+           rows=rows, width=width, ADD=add is not None, TRAINED=trained, BLOCK=_power(width),
+           num_warps=_warps(width))  # fmt: skip
+    return out, sums.sum(0).to(norm.weight.dtype) if trained else None
+
+
+# -- rotary embeddings --------------------------------------------------------------------------------------------
+
+
+def rotate_(
+    query: Float[Tensor, "tokens heads dim"],
+    key: Float[Tensor, "tokens kv_heads dim"],
+    cos: Float[Tensor, "tokens dim"],
+    sin: Float[Tensor, "tokens dim"],
+    *,
+    back: bool = False,
+) -> None:
+    """Turns queries and keys by their positions in place, half of a head's width with the other half, as transformers'
+    `rotate_half` has them.
+
+    Args:
+        back: whether they are gradients at what was turned, and become those before it.
+    """
+    if uses_kernels(query):
+        tokens, heads, dim = query.shape
+        launch("rotate", (tokens,), (cos, sin), (query, key), heads=heads, kv_heads=key.shape[1], dim=dim, BACK=back,
+               HEADS=_power(heads), KV_HEADS=_power(key.shape[1]), HALF=_power(dim // 2))  # fmt: skip
+        return
+    for x in (query, key):
+        _rotate(x, cos[:, None], sin[:, None], back)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    half = x.shape[-1] // 2
+    (cos1, cos2), (sin1, sin2) = ((each.to(wide)[..., :half], each.to(wide)[..., half:]) for each in (cos, sin))
+    sin1, sin2 = (sin2, sin1) if back else (sin1, sin2)
+    turned = x.to(wide)
+    one, two = turned[..., :half], turned[..., half:]
+    crossed = one * sin2
+    one.mul_(cos1).addcmul_(two, sin1, value=1 if back else -1)
+    two.mul_(cos2)
+    two.sub_(crossed) if back else two.add_(crossed)
+    if turned is not x:
+        x.copy_(turned)
+
+
+# -- gates --------------------------------------------------------------------------------------------------------
+
+
+def swiglu(gate: Float[Tensor, "tokens inner"], up: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens inner"]:
+    """`silu(gate) * up`."""
+    if uses_kernels(gate):
+        out = torch.empty_like(gate)
+        launch("swiglu", (-(-gate.numel() // BLOCK),), (gate, up), (out,), count=gate.numel(), BLOCK=BLOCK)
+        return out
+    return F.silu(gate).mul_(up)
+
+
+def swiglu_backward_(
+    grad: Float[Tensor, "tokens inner"], gate: Float[Tensor, "tokens inner"], up: Float[Tensor, "tokens inner"]
+) -> None:
+    """In place: the gradient becomes what `swiglu` gives, gate and up become their gradients."""
+    if uses_kernels(gate):
+        launch("swiglu_backward", (-(-gate.numel() // BLOCK),), (), (grad, gate, up), count=gate.numel(), BLOCK=BLOCK)
+        return
+    active = F.silu(gate)
+    slopes = torch.mul(grad, up)
+    torch.ops.aten.silu_backward.grad_input(slopes, gate, grad_input=gate)
+    grad.mul_(active)  # the gradient of up
+    active.mul_(up)
+    up.copy_(grad)
+    grad.copy_(active)
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def _warps(width: int) -> int:
+    return min(max(_power(width) // 512, 1), 16)

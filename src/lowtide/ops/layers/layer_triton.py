@@ -1,0 +1,138 @@
+"""The Triton kernels of `ops.layers.layer_kernels`: norms, rotary embeddings and gates of a decoder layer.
+
+Each reads and writes once, in the tensors' own dtypes, and computes in float32. A program of the norms has a row, or
+some rows one after the other where it sums the gradient of the weight; one of the rotary kernel has all heads of a
+token; one of the gates' kernels a block of entries. `no_type_check` keeps the tests' shape checks off functions that
+are compiled from their source.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+@no_type_check
+def rms_norm(x, weight, out, scales, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(value * value) / width + eps)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, (value * scale * factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit
+@no_type_check
+def rms_norm_backward(
+    grad,
+    x,
+    scales,
+    weight,
+    add,
+    out,
+    sums,
+    rows,
+    width,
+    ADD: tl.constexpr,
+    TRAINED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in range(first, rows, tl.num_programs(0)):
+        place = tl.cast(row, tl.int64) * width + column
+        scale = tl.load(scales + row)
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * scale
+        slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        if TRAINED:
+            total += slope * value
+        slope *= factor
+        found = scale * (slope - value * (tl.sum(slope * value) / width))
+        if ADD:
+            found += tl.load(add + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + place, found.to(out.dtype.element_ty), mask=inside)
+    if TRAINED:
+        tl.store(sums + first.to(tl.int64) * width + column, total, mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _turned(x, place, inside, cos1, cos2, sin1, sin2, half, BACK: tl.constexpr):
+    one = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    two = tl.load(x + place + half, mask=inside, other=0.0).to(tl.float32)
+    if BACK:
+        left = one * cos1 + two * sin2
+        right = two * cos2 - one * sin1
+    else:
+        left = one * cos1 - two * sin1
+        right = two * cos2 + one * sin2
+    tl.store(x + place, left.to(x.dtype.element_ty), mask=inside)
+    tl.store(x + place + half, right.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def rotate(
+    cos,
+    sin,
+    query,
+    key,
+    heads,
+    kv_heads,
+    dim,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    half = dim // 2
+    column = tl.arange(0, HALF)
+    within = column < half
+    cos1 = tl.load(cos + token * dim + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    cos2 = tl.load(cos + token * dim + half + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    sin1 = tl.load(sin + token * dim + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(sin + token * dim + half + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    head = tl.arange(0, HEADS)
+    place = token * heads * dim + head[:, None] * dim + column[None, :]
+    inside = (head[:, None] < heads) & within[None, :]
+    _turned(query, place, inside, cos1, cos2, sin1, sin2, half, BACK)
+    head = tl.arange(0, KV_HEADS)
+    place = token * kv_heads * dim + head[:, None] * dim + column[None, :]
+    inside = (head[:, None] < kv_heads) & within[None, :]
+    _turned(key, place, inside, cos1, cos2, sin1, sin2, half, BACK)
+
+
+@triton.jit
+@no_type_check
+def swiglu(gate, up, out, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    value = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, (value * tl.sigmoid(value) * other).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def swiglu_backward(grad, gate, up, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    share = tl.sigmoid(value)
+    active = value * share
+    of_gate = slope * other * (share + active * (1 - share))
+    tl.store(grad + place, (active * other).to(grad.dtype.element_ty), mask=inside)
+    tl.store(gate + place, of_gate.to(gate.dtype.element_ty), mask=inside)
+    tl.store(up + place, (slope * active).to(up.dtype.element_ty), mask=inside)

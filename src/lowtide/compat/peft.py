@@ -6,11 +6,14 @@ import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+
+from lowtide.compat.bitsandbytes import dense_of
+from lowtide.compat.torch import is_traceable_wrapper_subclass
 
 
 def adapters_switched_off(model: Any) -> bool:
@@ -77,6 +80,53 @@ def cast_unless(model: nn.Module, taken: Callable[[nn.Module, Tensor], bool]) ->
         layer: Any = module
         if isinstance(getattr(layer, "lora_A", None), nn.ModuleDict) and hasattr(layer, "_cast_input_dtype"):
             layer._cast_input_dtype = types.MethodType(cast, layer)
+
+
+class PlainLora(NamedTuple):
+    """An adapter of a linear layer that is on, and nothing but two matrices, a scale and dropout."""
+
+    first: Tensor
+    second: Tensor
+    scale: float
+    dropout: nn.Module
+
+
+LORA_OF_LINEAR = ("Linear", "Linear4bit")
+"""The classes of PEFT's LoRA layers whose adapters are beside a matrix, as it is or in 4 bits."""
+
+
+def linear_of(module: Any) -> nn.Linear | None:
+    """The linear layer that is a module, or that has LoRA there; None where its weight is no plain matrix, nor one in 4
+    bits."""
+    from peft.tuners.lora import LoraLayer
+
+    adapted = isinstance(module, LoraLayer) and type(module).__name__ in LORA_OF_LINEAR
+    base: Any = module.base_layer if adapted else module
+    if type(base) is nn.Linear:
+        return None if is_traceable_wrapper_subclass(base.weight) else base
+    return base if isinstance(base, nn.Linear) and dense_of(base) is not None else None
+
+
+def plain_lora(module: Any) -> PlainLora | str | None:
+    """The adapter that is on in a module of `linear_of`; None where none is; or why it is not plain, as a clause."""
+    if not hasattr(module, "lora_A"):
+        return None
+    if module.disable_adapters:
+        return "adapters are merged into its weights" if module.merged else None
+    if module.merged:
+        return None
+    names = [name for name in module.active_adapters if name in module.lora_A]
+    if not names:
+        return None
+    if len(names) > 1:
+        return f"{len(names)} adapters are active at once ({', '.join(names)})"
+    (name,) = names
+    if name in module.lora_variant:
+        return f"its adapter is a variant of LoRA ({type(module.lora_variant[name]).__name__})"
+    first, second = module.lora_A[name], module.lora_B[name]
+    if type(first) is not nn.Linear or type(second) is not nn.Linear or second.bias is not None:
+        return "its adapter has more than two matrices"
+    return PlainLora(first.weight, second.weight, module.scaling[name], module.lora_dropout[name])
 
 
 @contextlib.contextmanager

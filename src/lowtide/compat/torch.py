@@ -105,6 +105,12 @@ def has_tensor_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def has_module_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module, or its backward, calls hooks of somebody; there is no public way to ask."""
+    part: Any = module
+    return any((part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks))
+
+
 def is_in_backward() -> bool:
     """Whether autograd's engine runs in this thread, so that what an operation saves is wanted at once."""
     return torch._C._current_graph_task_id() != -1
@@ -320,6 +326,11 @@ def _one_segment(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
 def _sight(causal: bool) -> list[int]:
     """(keys before, keys after) as these operations have it; -1 for all."""
     return [-1, 0 if causal else -1]
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors into others, whose dtypes may differ, by one launch on a GPU. It is torch's own for optimizers."""
+    torch.ops.aten._foreach_copy_(list(targets), list(sources))
 
 
 def argument_names(func: Any) -> list[str]:

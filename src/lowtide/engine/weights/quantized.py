@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowtide.compat.bitsandbytes import dense_4_bit, is_4_bit
 from lowtide.compat.torch import parts_of
 
 INSTEAD = (
@@ -60,7 +61,7 @@ def compute_where_brought(model: nn.Module, device: torch.device) -> None:
     """
     for layer, weight in _quantized(model):
         check_brought(weight)
-        if _is_4_bit(weight):
+        if is_4_bit(weight):
             for state in (weight.quant_state, weight.quant_state.state2):
                 for name in ("code", "offset"):
                     if isinstance(small := getattr(state, name, None), Tensor):
@@ -177,10 +178,6 @@ def _is_8_bit(layer: Any) -> bool:
     return type(layer).__name__ == "Linear8bitLt" and layer.weight.dtype == torch.int8
 
 
-def _is_4_bit(weight: Any) -> bool:
-    return getattr(weight, "quant_state", None) is not None
-
-
 def _forward(self: Any, x: Tensor) -> Tensor:
     computed_in = getattr(self, "compute_dtype", None) or x.dtype
     out = cast(Tensor, _Product.apply(x.to(computed_in), self))
@@ -203,9 +200,7 @@ class _Product(torch.autograd.Function):
 def _dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
     if _is_torchao(layer.weight):
         return layer.weight.dequantize().to(dtype)
-    if _is_4_bit(layer.weight):
-        from bitsandbytes.functional import dequantize_4bit
-
-        return dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(dtype)
+    if is_4_bit(layer.weight):
+        return dense_4_bit(layer.weight, dtype)
     scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
     return layer.weight.data.to(dtype).mul_(scale[:, None] / 127)

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from lowtide.engine.attention import NAME, PLAN
 from lowtide.ops.attention.attention_grouped import grouping
+from lowtide.ops.attention.attention_plan import NAME, PLAN
 from lowtide.ops.attention.varlen_attention import AttentionPlan
 from lowtide.ragged import RaggedBatch
 

@@ -28,6 +28,7 @@ PAGES = {
     "streamed trained weights": "memory/streamed-weights.md",
     "bfloat16 mixed precision": "memory/precision.md",
     "liger kernels": "memory/liger.md",
+    "fused layers": "memory/fused-layers.md",
     "compiled layers": "memory/compile.md",
     "compiled layers within an activation budget": "memory/compile.md",
     "LoRA-FA": "memory/adapters.md",

@@ -11,13 +11,20 @@ STOCK = {
     "qwen-0.5b-full": (150, 13.0, 46.7, 60.1, 0.17),
 }
 """Operations and gigabytes of a layer, TFLOP of all layers and of the step, seconds on an H200."""
+FUSED = {
+    "llama-8b-lora": (91, 32.1, 649.7, 684.1, 1.16),
+    "llama-8b-qlora": (91, 9.0, 162.4, 171.0, 0.29),
+    "qwen-0.5b-lora": (91, 8.8, 36.1, 45.1, 0.11),
+    "qwen-0.5b-full": (53, 5.9, 46.7, 60.1, 0.12),
+}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_figures_of_layers_as_transformers_and_peft_have_them(case):
-    operations, gigabytes, of_layers, whole, seconds = STOCK[case]
-    assert layer_cost(case) == {
+def test_figures_of_layers_as_they_were_and_fused(case, fused):
+    operations, gigabytes, of_layers, whole, seconds = (FUSED if fused else STOCK)[case]
+    assert layer_cost(case, fused_layers=fused) == {
         "operations_per_layer": operations,
         "gigabytes_per_layer": pytest.approx(gigabytes, abs=0.05),
         "layers_teraflops": pytest.approx(of_layers, abs=0.05),

@@ -25,17 +25,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowtide.compat.transformers import find_packed_rows_where
-from lowtide.engine.encoder_decoder import PLAN, PairPlan, running
+from lowtide.engine.encoder_decoder import PairPlan, running
 from lowtide.engine.layers.rotary import Run, rows_of, runs_of
 from lowtide.engine.over_ranks.split_plan import SplitPlan
-from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.attention.chained_attention import chained_attention
 from lowtide.ops.attention.varlen_attention import AttentionRules, varlen_attention
 from lowtide.ragged import RaggedBatch, Segment
 from lowtide.ranks.sequence import SequenceParallel
 
-NAME = "lowtide"
 PACKED = "lowtide_flash"
 """The same function for vision towers that pack patches: transformers tells the bounds of their runs to attention whose
 name has "flash" in it, and calls any other once for each run."""

@@ -24,11 +24,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.attention_plan import PLAN, AttentionPlan
 from lowtide.ragged import RaggedBatch, Segment
-
-PLAN = "ragged_plan"
-"""The keyword argument in which a plan travels through a model's forward."""
 
 
 @dataclass(frozen=True)

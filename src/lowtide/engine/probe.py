@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from lowtide.compat.torch import gathered
 from lowtide.compat.transformers import rotary_limits_lowered
 from lowtide.engine.attention import ragged_inputs
-from lowtide.engine.encoder_decoder import PLAN
 from lowtide.engine.forward import (
     causal_model,
     computing,
@@ -39,6 +38,7 @@ from lowtide.engine.layers.mixers import chunks_of, mixers, observed_mixers
 from lowtide.engine.over_ranks.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
+from lowtide.ops.attention.attention_plan import PLAN
 from lowtide.ops.attention.varlen_attention import BACKENDS, observed_backends
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel

@@ -60,6 +60,11 @@ class MemoryOptions:
     attention_head_chunks: int | None = option(
         None, "Groups of heads that attention computes one after the other, for long rows. None: all at once.", COUNT
     )
+    fused_layers: bool = option(
+        False,
+        "Run each decoder layer as one function, with a backward of its own and, on a GPU, Triton kernels: fewer "
+        "operations, less kept. For layers of Llama's form.",
+    )
     optimizer_in_backward: bool | str = option(
         False,
         "Step each parameter as its gradient arrives, and free that. 'two_pass' clips exactly, at twice the time.",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any
+
+import torch
 
 from lowtide.compat.torch import PARTITIONED
 from lowtide.memory.activations.attention_heads import install_attention_heads
@@ -15,12 +18,16 @@ from lowtide.memory.activations.spill_file import folder_on_a_disk
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 from lowtide.memory.kernels.compilation_log import watched
 from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
+from lowtide.memory.kernels.fused_layers import fuse_layers, in_16_bits, why_not_fused
 from lowtide.memory.kernels.liger import liger_kernels, why_no_kernels
 from lowtide.memory.optimizers.lora_fa import freeze_down_projections, why_no_projections
+from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.technique import Choosing, Site, Technique
 from lowtide.memory.weights.streaming import stream_of
-from lowtide.ops.target import kind_of
+from lowtide.ops.target import has_triton, kind_of, target_of
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = {
     "torchao": "'lowtide[ao]'",
@@ -138,6 +145,41 @@ def _liger(site: Site) -> Callable[[], None]:
     if not kernels.applied:
         raise ValueError(f"liger kernels (use_liger_kernel=True) cannot work here: {kernels.reason}")
     return kernels.undo
+
+
+def _mixed(options: Any) -> torch.dtype | None:
+    return torch.bfloat16 if options.bf16 else torch.float16 if options.fp16 else None
+
+
+def _fusing_refused(site: Site) -> str | None:
+    options, sharding = site.options, site.options.sharding
+    for other in ("mlp_tile_tokens", "attention_head_chunks", "torch_compile", "use_liger_kernel"):
+        if getattr(options, other, None):
+            return f"it replaces what {other} replaces too: switch one of them off"
+    if options.gradient_checkpointing and options.checkpointing_policy != "full":
+        return f"checkpointing_policy={options.checkpointing_policy!r} keeps what it computes again: take 'full'"
+    if options.activation_offloading and not options.gradient_checkpointing:
+        return "without checkpointing it holds attention's tensors where activation_offloading has none: switch that on"
+    if "stream" in (options.base_weights, options.trained_weights):
+        return "weights that are streamed come for a layer's own forward: switch one of them off"
+    split = (sharding.sequence_parallel, sharding.tensor_parallel, sharding.pipeline_parallel)
+    if sharding.cuts_weights or sharding.by_deepspeed or max(split) > 1:
+        return "layers are fused on ranks that hold whole copies alone, whose forward sees whole rows: leave it off"
+    target = target_of(next(site.model.parameters()))
+    if target.kind == "cuda" and (target.capability < (8, 0) or not (target.planned or has_triton())):
+        return "its kernels are Triton's, for GPUs from compute capability 8.0 on: install triton, or leave it off"
+    narrow = _mixed(options) is not None or in_16_bits(site.model) or optimizer_name(options) in IN_BFLOAT16
+    if target.kind == "cpu" and narrow:
+        return "a CPU's products in 16 bits are faster in layers as they are: leave it off"
+    return why_not_fused(site.model, _mixed(options))
+
+
+def _fused(site: Site) -> Callable[[], None] | None:
+    try:
+        return fuse_layers(site.model, _mixed(site.options))
+    except ValueError as reason:  # it was fine as the run was made: hooks came since
+        logger.warning(f"fused_layers=True does nothing: {reason}")
+        return None
 
 
 def _streamed(site: Site) -> Callable[[], Any]:
@@ -372,6 +414,14 @@ TECHNIQUES: dict[str, Technique] = {
             idle=lambda site: None if site.device.type == "cuda" else "liger's kernels are Triton's, for a GPU",
             begin=_liger,
             needs=("liger_kernel",),
+        ),
+        Technique(
+            "fused layers",
+            "activations between products, computed again in a decoder layer's own backward",
+            {"fused_layers": True},
+            lowers=("activations",),
+            refused=_fusing_refused,
+            begin=_fused,
         ),
         Technique(
             "compiled layers",

@@ -152,6 +152,21 @@ EXCLUDED: Mapping[frozenset[str], str] = {
         for compiled in ("compiled layers", "compiled layers within an activation budget")
     },
     **{
+        frozenset({"fused layers", other}): reason
+        for other, reason in (
+            *((name, "replaces what") for name in ("tiled MLP", "attention heads in turn", "compiled layers")),
+            ("compiled layers within an activation budget", "replaces what"),
+            ("checkpointing that keeps attention", "keeps what it computes again"),
+            ("checkpointing that keeps products", "keeps what it computes again"),
+            ("activation offloading", "has none: switch that on"),
+            ("streamed base weights", "come for a layer's own forward"),
+            ("streamed trained weights", "come for a layer's own forward"),
+            ("bfloat16 mixed precision", "products in 16 bits"),
+            *((name, "products in 16 bits") for name in TECHNIQUES if name in ("compressed AdamW", "FlashAdamW")),
+            *((name, "products in 16 bits") for name in TECHNIQUES if "stochastic rounding" in name),
+        )
+    },
+    **{
         frozenset({streamed, compiled}): "compiled layers hold the weights"
         for streamed in ("streamed base weights", "streamed trained weights")
         for compiled in ("compiled layers", "compiled layers within an activation budget")
@@ -206,6 +221,8 @@ class Run:
     heads: int = 0
     """Passages of the fused head."""
     compiled: bool = False
+    """Whether all layers were, for the last step."""
+    fused: bool = False
     """Whether all layers were, for the last step."""
     liger: bool = False
     """Whether the norms had Liger's forward then."""
@@ -282,6 +299,7 @@ class Watched:
             layers: Any = checkpointed_layers(inner)
             first, _ = parts(inner)
             self.run.compiled = all(hasattr(layer, "compiled_here") for layer in layers)
+            self.run.fused = all("fused_layers" in layer.forward.__module__ for layer in layers)
             self.run.liger = all("liger" in layer.get_submodule(first).forward.__module__ for layer in layers)
         return loss
 
@@ -392,12 +410,15 @@ def watching(run: Run, model: Any) -> Iterator[None]:
     first, activation = parts(model)
     with contextlib.ExitStack() as stack:
         stack.callback(model.get_input_embeddings().register_forward_pre_hook(embedded).remove)
+        stack.enter_context(mock.patch.object(linear_logprobs.ChunkedHead, "chunks", counted))
+        if run.trainer.args.fused_layers:  # it passes no module, and leaves layers alone whose modules have hooks
+            yield
+            return
         stack.callback(layers[0].get_submodule(activation).register_forward_hook(activated).remove)
         if hasattr(layers[0], "self_attn"):
             stack.callback(layers[0].self_attn.k_proj.register_forward_pre_hook(projected).remove)
         for number, layer in enumerate(layers):
             stack.callback(layer.get_submodule(first).register_forward_pre_hook(passed(number)).remove)
-        stack.enter_context(mock.patch.object(linear_logprobs.ChunkedHead, "chunks", counted))
         yield
 
 
@@ -694,6 +715,7 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "Lion": _keeps(lambda state: "state1" in state and "state2" not in state),
     "optimizer states in host memory": _keeps(lambda state: state["exp_avg"].device.type == "cpu"),
     "liger kernels": lambda run, plain: run.liger and not plain.liger,
+    "fused layers": lambda run, plain: run.fused and not plain.fused,
     "GaLore": _keeps(lambda state: "projector" in state),
     "APOLLO": _keeps(lambda state: "projector" in state),
     "bfloat16 mixed precision": lambda run, plain: run.dtypes == {torch.bfloat16} != plain.dtypes,
@@ -708,8 +730,11 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
 
 
 EVERY_OTHER = "a layer that is not checkpointed keeps everything: what is checkpointed is seen by the other's check"
+BY_ITSELF = "a fused layer computes again by itself, where no module is passed"
 SEVERAL = "gradients of several micro-batches are kept to the end of the step"
 CANNOT_ACT: Mapping[tuple[str, str], str] = {
+    ("gradient checkpointing", "fused layers"): BY_ITSELF,
+    ("checkpointing of every k-th layer", "fused layers"): BY_ITSELF,
     **{(name, "checkpointing of every k-th layer"): EVERY_OTHER for name in TECHNIQUES if "checkpointing" in name},
     **{
         (name, other): SEVERAL

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import load_balancing_loss
-from lowtide.engine.encoder_decoder import PLAN
 from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import HIDDEN, Head, ScoreOutput, Scores, body
 from lowtide.engine.images import IMAGES, encoded_images
 from lowtide.engine.over_ranks.split_plan import SplitPlan
 from lowtide.engine.over_ranks.stage import stage_of
+from lowtide.ops.attention.attention_plan import PLAN
 
 
 def install_head(model: PreTrainedModel) -> None:

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lowtide.memory.activations.computed_again import Shell, Surroundings, computing_parts, own_forward, sum_wide
+from lowtide.memory.activations.computed_again import Shell, computing_parts, own_forward, sum_wide
 from lowtide.ops.attention.cached_attention import CachedPlan
+from lowtide.ops.surroundings import Surroundings
 
 FAMILIES = frozenset(
     {

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 _computing: ContextVar[bool] = ContextVar("computing", default=False)
 
@@ -52,25 +51,3 @@ def sum_wide(total: Tensor | None, part: Tensor) -> Tensor:
         return part
     wide = torch.promote_types(total.dtype, torch.float32)
     return total.add_(part) if total.dtype == wide else total.to(wide).add_(part)
-
-
-class Surroundings:
-    """Autocast and random numbers as they are in forward, for backward."""
-
-    def __init__(self, x: Tensor, random: bool) -> None:
-        kind = x.device.type
-        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self.host_state = torch.get_rng_state() if random else None
-        started = kind != "cpu" and getattr(torch.get_device_module(x.device), "is_initialized", lambda: False)()
-        self.devices, self.states = get_device_states(x) if random and started else ([], [])
-
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        kind, dtype, enabled = self.autocast
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.autocast(kind, dtype, enabled))
-            if self.host_state is not None:
-                stack.enter_context(torch.random.fork_rng(self.devices, device_type=kind))
-                torch.set_rng_state(self.host_state)
-                set_device_states(self.devices, self.states, device_type=kind)
-            yield

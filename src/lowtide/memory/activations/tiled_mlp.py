@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lowtide.compat.torch import FakeTensor, gathered
-from lowtide.memory.activations.computed_again import Shell, Surroundings, computing_parts, own_forward, sum_wide
+from lowtide.memory.activations.computed_again import Shell, computing_parts, own_forward, sum_wide
+from lowtide.ops.surroundings import Surroundings
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "DenseReluDense")
 """What transformers' models call the MLP of a layer."""

@@ -18,6 +18,10 @@ from lowtide.ops.attention.piece_keys import PieceKeys
 from lowtide.ragged import RaggedBatch, Segment, sent
 
 T = TypeVar("T")
+NAME = "lowtide"
+"""What the engine's attention function is called among those of transformers."""
+PLAN = "ragged_plan"
+"""The keyword argument in which a plan travels through a model's forward."""
 
 
 class Sight(NamedTuple):

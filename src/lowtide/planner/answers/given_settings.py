@@ -40,6 +40,7 @@ OURS = {
     "activation_memory_budget": "compiled graphs choose what they keep",
     "mlp_tile_tokens": "an MLP sees all tokens of a micro-batch at once",
     "attention_head_chunks": "attention computes all heads at once",
+    "fused_layers": "layers run operation by operation, and keep more",
     "base_weights": "weights that are not trained are on the device, all at once",
     "trained_weights": "all weights and the optimizer's states are on the device at once",
     "fsdp_split_vocabulary": "head and embedding are gathered whole",

@@ -1,0 +1,342 @@
+"""Decoder layers of Llama's form, each run as one autograd function (`ops.layers.decoder_layer`).
+
+A layer as transformers and PEFT have it gives a device some 270 operations forward, again and backward, a third of
+whose time goes to casts, scales, sums and norms in pieces. The same arithmetic in one function is 90 operations at less
+than half the bytes, and it knows what nothing needs: the last product of a layer is never computed again.
+
+The layers' forward is replaced, and their modules stay: adapters, weights and what is saved are PEFT's and
+transformers'. A layer runs as it was wherever it is not called for a batch of segments, or has adapters that are more
+than two matrices. That a family's layer computes what the function does is proved on the first layer of each kind, as
+training begins: outputs and gradients of a few random tokens, both ways.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.compat.bitsandbytes import dense_of
+from lowtide.compat.peft import PlainLora, linear_of, plain_lora
+from lowtide.compat.torch import FakeTensor, has_module_hooks
+from lowtide.compat.transformers import attention_function, attention_implementation, checkpointed_layers, plain_forward
+from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
+from lowtide.ops.layers.decoder_layer import DecoderLayer, decoder_layer
+from lowtide.ops.layers.layer_kernels import Norm
+from lowtide.ops.layers.lora_linear import Adapter, Projection
+from lowtide.ragged import RaggedBatch
+
+FAMILIES: dict[str, str | None] = {
+    "GraniteDecoderLayer": None,
+    "LlamaDecoderLayer": None,
+    "MistralDecoderLayer": "config",
+    "Qwen2DecoderLayer": "self",
+    "Qwen3DecoderLayer": "self",
+    "SmolLM3DecoderLayer": "self",
+}
+"""By the class of a layer, where its attention has the window that it passes on: in its config, itself, nowhere."""
+ATTENTION, OUTPUT, GATES, DOWN = ("q_proj", "k_proj", "v_proj"), "o_proj", ("gate_proj", "up_proj"), "down_proj"
+HEAD_NORMS = ("q_norm", "k_norm")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+OWN = "lowtide.engine.layers."
+"""The package whose functions may stand in place of the forward of a linear layer or a dropout: no number changes."""
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""Relative distance of outputs and gradients that rounding explains in the proof, by dtype; 16 bits have the next.
+Norms of transformers are in float32 whatever the dtype."""
+IN_16_BITS = 5e-2
+LENGTHS = (4, 3)
+"""Tokens of the segments of the proof."""
+
+logger = logging.getLogger(__name__)
+
+
+def fuse_layers(model: nn.Module, computed_in: torch.dtype | None = None) -> Callable[[], None]:
+    """Has the layers of a model run as one function each, where they can, and says of which others why not.
+
+    Args:
+        model: of transformers, wrapped or not, after `engine.forward.install` and after adapters are on it;
+            checkpointing is set.
+        computed_in: what autocast takes products in; None: there is none.
+
+    Returns:
+        What undoes it.
+
+    Raises:
+        ValueError: none of its layers can.
+    """
+    if refused := why_not_fused(model, computed_in):
+        raise ValueError(refused)
+    layers: list[Any] = list(checkpointed_layers(model))
+    proofs: dict[Any, str | None] = {}
+    reasons: dict[int, str] = {}
+    for number, layer in enumerate(layers):
+        reason = _why_not(layer, computed_in)
+        if reason is None:
+            kind = _kind(layer)
+            if kind not in proofs:
+                proofs[kind] = _why_unlike(layer, computed_in)
+            reason = proofs[kind]
+        if reason is not None:
+            reasons[number] = reason
+    fused = [layer for number, layer in enumerate(layers) if number not in reasons]
+    if not fused:
+        raise ValueError(f"{next(iter(reasons.values()))}: leave fused_layers off")
+    for reason in dict.fromkeys(reasons.values()):
+        those = [number for number, each in reasons.items() if each == reason]
+        logger.warning(f"layers {those} run as they were, not fused: {reason}")
+    for layer in fused:
+        layer.forward = types.MethodType(_forward, layer)
+
+    def undo() -> None:
+        for layer in fused:
+            vars(layer).pop("forward", None)
+
+    return undo
+
+
+def why_not_fused(model: nn.Module, computed_in: torch.dtype | None = None) -> str | None:
+    """Why none of a model's layers can be fused; None if some may be. Arguments as `fuse_layers` takes them."""
+    layers: list[Any] = list(checkpointed_layers(model))
+    if not any(_family(layer) in FAMILIES for layer in layers):
+        known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in FAMILIES))
+        return f"it knows the decoder layers of {known}, and this model has none of them: leave fused_layers off"
+    reasons = [_why_not(layer, computed_in) for layer in layers]
+    return None if None in reasons else f"{reasons[0]}: leave fused_layers off"
+
+
+# -- which layers -------------------------------------------------------------------------------------------------
+
+
+def _family(layer: Any) -> str:
+    return type(layer).__name__.removeprefix("FSDP")
+
+
+def _why_not(layer: Any, computed_in: torch.dtype | None) -> str | None:
+    """What keeps a layer from running as one function; None if nothing does."""
+    if _family(layer) not in FAMILIES:
+        return f"a {_family(layer)} is of another form"
+    attention = layer.self_attn
+    if attention_implementation(attention.config) != NAME:
+        return "rows are padded: fused layers need padding_free=True"
+    if getattr(attention.config, "hidden_act", None) not in ("silu", "swish"):
+        return f"its MLP has the activation {attention.config.hidden_act!r}, not silu"
+    if attention.attention_dropout:
+        return f"its attention drops weights at random (attention_dropout={attention.attention_dropout:g})"
+    if layer.gradient_checkpointing and plain_forward(layer) is type(layer).forward:
+        return "this version of transformers checkpoints around a layer: upgrade it, or leave checkpointing off"
+    for path, part in layer.named_modules():
+        if path and (reason := _why_not_part(path, part)):
+            return reason
+    found = layer.input_layernorm.weight
+    with torch.autocast(found.device.type, computed_in, enabled=computed_in is not None):
+        read = _read(layer, {}, computed_in or found.dtype)
+    return read if isinstance(read, str) else None
+
+
+def _why_not_part(path: str, part: Any) -> str | None:
+    if has_module_hooks(part):
+        return f"its {path} has hooks, which would not be called"
+    own = vars(part).get("forward")
+    if own is not None and not getattr(own, "__module__", "").startswith(OWN):
+        return f"the forward of its {path} was replaced"
+    return None
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """Tells layers apart of which one's proof does not hold for another."""
+    attention = layer.self_attn
+    adapted = tuple(isinstance(plain_lora(part), PlainLora) for part in _linears(layer))
+    dtypes = tuple(sorted({str(each.dtype) for each in layer.parameters()}))
+    return type(layer), str(_window(attention)), getattr(attention, "use_rope", True), adapted, dtypes
+
+
+def _linears(layer: Any) -> list[Any]:
+    names = [(layer.self_attn, each) for each in (*ATTENTION, OUTPUT)] + [(layer.mlp, each) for each in (*GATES, DOWN)]
+    return [getattr(owner, name) for owner, name in names]
+
+
+def _window(attention: Any) -> dict[str, Any] | None:
+    """What a family's attention passes on beside what all do."""
+    where = FAMILIES[type(attention).__name__.removesuffix("Attention") + "DecoderLayer"]
+    if where is None:
+        return None
+    return {"sliding_window": getattr(attention.config if where == "config" else attention, "sliding_window", None)}
+
+
+# -- the layer's forward ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    """What a layer's attention is called with."""
+
+    attention: Any
+    kwargs: dict[str, Any]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attention = self.attention
+        heads = (each.transpose(0, 1)[None] for each in (query, key, value))
+        function = attention_function(attention.config)
+        out, _ = function(attention, *heads, None, dropout=0.0, scaling=attention.scaling, **self.kwargs)
+        return out.reshape(len(query), -1)
+
+
+def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    dtype = None if args else _dtype_here(hidden_states, kwargs)
+    layer = None if dtype is None else _read(self, kwargs, dtype)
+    if dtype is None or not isinstance(layer, DecoderLayer):
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    recompute = self.gradient_checkpointing and self.training
+    return decoder_layer(layer, hidden_states, _rotary(self.self_attn, kwargs), dtype, recompute=recompute)
+
+
+def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
+    """In which dtype a layer's products are computed; None where it is to run as it was."""
+    if not isinstance(kwargs.get(PLAN), AttentionPlan):
+        return None  # a user's own call, generation, or ranks that split a batch
+    if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+        return None
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _rotary(attention: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    if not getattr(attention, "use_rope", True):
+        return None
+    cos, sin = (each.reshape(-1, each.shape[-1]) for each in kwargs["position_embeddings"])
+    return cos, sin
+
+
+def _read(layer: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> DecoderLayer | str:
+    """A layer as it is now, for products in a dtype; or why it is to run as it was, as a clause."""
+    attention, parts = layer.self_attn, []
+    for module in _linears(layer):
+        part = _projection(module, dtype)
+        if isinstance(part, str):
+            return part
+        parts.append(part)
+    query, key, value, output, gate, up, down = parts
+    beside = {name: each for name, each in kwargs.items() if name not in PASSED}
+    names = NORMS if getattr(attention, HEAD_NORMS[0], None) is None else (*NORMS, *HEAD_NORMS)
+    norms = [_norm(getattr(layer if name in NORMS else attention, name)) for name in names]
+    return DecoderLayer(
+        norms=(norms[0], norms[1]),
+        attention=(query, key, value),
+        output=output,
+        gates=(gate, up),
+        down=down,
+        dim=attention.head_dim,
+        attend=_Call(attention, {**beside, **(_window(attention) or {})}),
+        head_norms=(norms[2], norms[3]) if len(norms) > 2 else None,
+        factor=float(getattr(layer, "residual_multiplier", 1.0)),
+        random=any(part.adapter is not None and part.adapter.drop is not None for part in parts),
+    )
+
+
+PASSED = ("attention_mask", "past_key_values", "position_embeddings")
+"""What a layer's attention is given under names of its own; the rest it passes on."""
+
+
+def _projection(module: Any, dtype: torch.dtype) -> Projection | str:
+    lora, linear = plain_lora(module), linear_of(module)
+    if linear is None:
+        kind = type(getattr(module, "base_layer", module)).__name__
+        return f"one of its linear layers is a {kind}, whose weight is neither a plain matrix nor one in 4 bits"
+    if isinstance(lora, str):
+        return lora
+    dense = dense_of(linear)
+    given = [linear.bias, *(lora or ())[:2], *([linear.weight] if dense is None else [])]
+    dtypes = {each.dtype for each in given if isinstance(each, Tensor)}
+    computed_in = getattr(linear, "compute_dtype", None)
+    if dense is not None and computed_in not in (None, dtype):
+        return f"its 4-bit weights compute in {computed_in}, and other products in {dtype}"
+    if not torch.is_autocast_enabled(linear.weight.device.type) and dtypes - {dtype}:
+        return f"weights and adapters are of {dtype} and {min(map(str, dtypes - {dtype}))} without mixed precision"
+    return Projection(linear.weight, linear.bias, None if lora is None else _adapter(lora), dense)
+
+
+def _adapter(lora: PlainLora) -> Adapter:
+    drops = lora.dropout.training and getattr(lora.dropout, "p", 0.0) > 0
+    return Adapter(lora.first, lora.second, lora.scale, lora.dropout if drops else None)
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+# -- the proof ----------------------------------------------------------------------------------------------------
+
+
+def _why_unlike(layer: Any, computed_in: torch.dtype | None) -> str | None:
+    """Runs a layer both ways on random tokens; the reason if their numbers differ, None if they do not."""
+    parameters = [each for each in layer.parameters() if each.requires_grad]
+    if any(isinstance(each, FakeTensor) or each.is_meta for each in layer.parameters()):
+        return None  # nothing to compute with
+    ways = (partial(type(layer).forward, layer), partial(_forward, layer))
+    with _plainly(layer):
+        expected, found = (_numbers(layer, way, parameters, computed_in) for way in ways)
+    tolerance = TOLERANCE.get(computed_in or layer.input_layernorm.weight.dtype, IN_16_BITS)
+    far = max(_distance(*each) for each in zip(found, expected, strict=True))
+    if far <= tolerance:
+        return None
+    return (
+        f"a {type(layer).__name__} computes something else here: outputs or gradients are {far:.1g} apart, relatively, "
+        f"where rounding explains {tolerance:.0e}"
+    )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    size = other.double().norm()
+    return float((one.double() - other.double()).norm() / size) if size > 0 else float(one.double().norm())
+
+
+@contextlib.contextmanager
+def _plainly(layer: Any) -> Iterator[None]:
+    """Without dropout and checkpointing, and leaving random numbers alone."""
+    training, checkpointing = [part for part in layer.modules() if part.training], layer.gradient_checkpointing
+    devices = [each.device for each in list(layer.parameters())[:1] if each.is_cuda]
+    layer.eval()
+    layer.gradient_checkpointing = False
+    try:
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            torch.manual_seed(0)
+            yield
+    finally:
+        layer.gradient_checkpointing = checkpointing
+        for part in training:
+            part.training = True
+
+
+def _numbers(
+    layer: Any, forward: Callable[..., Tensor], parameters: list[nn.Parameter], computed_in: torch.dtype | None
+) -> list[Tensor]:
+    """The output, and the gradients at the input and of all trained parameters."""
+    weight, generator = layer.input_layernorm.weight, torch.Generator().manual_seed(1)
+    batch = RaggedBatch.from_segments([[*range(length)] for length in LENGTHS]).to(weight.device)
+    tokens, width, dim = batch.tokens, layer.input_layernorm.weight.shape[0], layer.self_attn.head_dim
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(weight)
+
+    angles = torch.rand(1, tokens, dim // 2, generator=generator).mul_(6).repeat(1, 1, 2)
+    x, grad = random(1, tokens, width).requires_grad_(), random(1, tokens, width)
+    with torch.autocast(weight.device.type, computed_in, enabled=computed_in is not None):
+        out = forward(
+            x,
+            position_embeddings=(angles.cos().to(weight), angles.sin().to(weight)),
+            position_ids=batch.position_ids[None],
+            **{PLAN: AttentionPlan.build(batch)},
+        )
+    return [out.detach(), *torch.autograd.grad(out, [x, *parameters], grad, allow_unused=False)]
+
+
+def in_16_bits(model: nn.Module) -> bool:
+    """Whether a model's weights are in 16 bits."""
+    return any(each.dtype in (torch.bfloat16, torch.float16) for each in model.parameters())

@@ -1,0 +1,268 @@
+"""Layers as one function: values and gradients are those of transformers' and PEFT's own modules."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.compat.transformers import checkpointed_layers
+from lowtide.engine.forward import causal_model
+from lowtide.memory.kernels import fused_layers
+from lowtide.memory.kernels.fused_layers import fuse_layers, why_not_fused
+from lowtide.methods.method import TokenObjective
+from lowtide.objectives.sft import LOSSES
+from lowtide.ops.logits.linear_logprobs import Want
+from lowtide.step.metrics import Totals
+from lowtide.step.train_step import train_step
+from lowtide.step_plan import Limits
+from tests.support.marks import slow_but
+from tests.support.models.tiny_models import (
+    RaggedBatch,
+    assert_close,
+    assert_same,
+    build,
+    checkpointed,
+    gradients,
+    loss_of,
+    prepared,
+    separate,
+    shared,
+    tokens,
+    with_adapters,
+)
+
+FAMILIES = {
+    "llama": {},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {},
+    "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+WAYS = ["full", "LoRA", "LoRA with dropout"]
+
+
+def family(kind: str, **changes: object):
+    return build(kind.split()[0], **{**FAMILIES[kind], **changes})
+
+
+def adapted(model, way: str):
+    if way == "full":
+        return model
+    return with_adapters(model, lora_alpha=8, lora_dropout=0.3 if "dropout" in way else 0.0)
+
+
+def run(model, batch):
+    torch.manual_seed(3)
+    loss = loss_of(model, batch)
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", slow_but(["llama", "qwen3"], list(FAMILIES)))
+def test_a_step_is_that_of_the_layers_as_they_were(kind, way, checkpointing):
+    plain, fused = (prepared(adapted(family(kind), way)) for _ in range(2))
+    if checkpointing:
+        checkpointed(plain)
+        checkpointed(fused)
+    undo = fuse_layers(fused)
+    for batch in (separate(), shared()):
+        wanted_loss, wanted = run(plain, batch)
+        loss, got = run(fused, batch)
+        torch.testing.assert_close(loss, wanted_loss)
+        assert_close(got, wanted, 5e-6)
+    undo()
+    assert_same(run(fused, separate())[1], run(plain, separate())[1])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_rows_in_pieces(kind, checkpointing):
+    batch = RaggedBatch.from_segments([tokens(53, 1), tokens(7, 2), tokens(38, 3)])
+    found = []
+    for limits, fuses in ((Limits(), False), (Limits(tokens=16), True)):
+        model = prepared(with_adapters(family(kind)).double())
+        if checkpointing:
+            checkpointed(model)
+        if fuses:
+            fuse_layers(model)
+        objective = TokenObjective(LOSSES["nll"], want=Want())
+        loss = train_step(model, batch, objective, limits=limits, totals=Totals())
+        found.append((loss, gradients(model)))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert_close(found[1][1], found[0][1], 5e-6)
+
+
+def test_most_of_what_a_layer_keeps_is_computed_again():
+    kept = {}
+    for name in ("as it was", "fused", "fused, checkpointed"):
+        model = prepared(with_adapters(build()))
+        if "check" in name:
+            checkpointed(model)
+        if "fused" in name:
+            fuse_layers(model)
+        sizes: dict[int, int] = {}
+
+        def keep(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss_of(model, separate())
+        kept[name] = sum(sizes.values())
+    assert kept["fused"] < 0.8 * kept["as it was"]
+    assert kept["fused, checkpointed"] < 0.5 * kept["fused"]
+
+
+@pytest.mark.parametrize("way", ["full", "LoRA"])
+def test_errors_in_bfloat16_are_no_larger_than_those_of_the_layers_as_they_were(way):
+    exact = adapted(build(), way).double()
+    batch, errors = RaggedBatch.from_segments([tokens(40, 1), tokens(70, 2)]), {}
+    wanted = run(prepared(exact), batch)[1]
+    for fuses in (False, True):
+        model = prepared(adapted(build(), way).bfloat16())
+        if fuses:
+            fuse_layers(model)
+        got = run(model, batch)[1]
+        squares = sum(float((got[name].double() - each).square().sum()) for name, each in wanted.items())
+        errors[fuses] = squares / sum(float(each.square().sum()) for each in wanted.values())
+    assert errors[True] < 1.1 * errors[False]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_products_in_bfloat16_of_weights_in_float32(checkpointing):
+    found = []
+    for fuses in (False, True):
+        model = prepared(with_adapters(build()))
+        if checkpointing:
+            checkpointed(model)
+        if fuses:
+            fuse_layers(model, torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = loss_of(model, separate())
+        loss.backward()
+        found.append(gradients(model))
+    assert {each.dtype for each in found[1].values()} == {torch.float32}
+    assert_close(found[1], found[0], 0.15)
+
+
+def test_weights_in_4_bits_are_dequantized():
+    pytest.importorskip("bitsandbytes")
+    from bitsandbytes.nn import Linear4bit
+
+    model = build(hidden_size=64, intermediate_size=128, head_dim=16)
+    for layer in checkpointed_layers(model):
+        for owner in (layer.self_attn, layer.mlp):
+            for name, each in list(owner.named_children()):
+                if isinstance(each, nn.Linear):
+                    made = Linear4bit(
+                        each.in_features, each.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
+                    )
+                    made.load_state_dict(each.state_dict())
+                    setattr(owner, name, made.to("cpu"))
+    plain = prepared(with_adapters(model))
+    fused = copy.deepcopy(plain)
+    undo = fuse_layers(fused)
+    wanted_loss, wanted = run(plain, separate())
+    loss, got = run(fused, separate())
+    torch.testing.assert_close(loss, wanted_loss)
+    assert_close(got, wanted, 5e-6)
+    undo()
+
+
+def test_adapters_switched_off_or_merged_are_left_out():
+    plain, fused = (prepared(with_adapters(build())) for _ in range(2))
+    fuse_layers(fused)
+    found = []
+    for model in (plain, fused):
+        with torch.no_grad(), model.disable_adapter():
+            found.append(loss_of(model, separate()))
+        model.base_model.merge_adapter()
+        with torch.no_grad():
+            found.append(loss_of(model, separate()))
+        model.base_model.unmerge_adapter()
+    torch.testing.assert_close(found[:2], found[2:])
+    assert not torch.allclose(found[0], found[1])
+
+
+def test_calls_of_others_go_to_the_layers_as_they_were(monkeypatch):
+    model = prepared(build())
+    fuse_layers(model)
+    monkeypatch.setattr(fused_layers, "decoder_layer", pytest.fail)
+    model.eval()
+    ids = torch.tensor([tokens(5)])
+    model(input_ids=ids, output_attentions=False, use_cache=False)
+    model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+def test_one_layer_that_computes_something_else_runs_as_it_was(caplog):
+    plain, fused = prepared(build(num_hidden_layers=2)), prepared(build(num_hidden_layers=2))
+    for model in (plain, fused):
+        model.model.layers[1].self_attn.use_rope = False  # which its class knows nothing of
+    with caplog.at_level(logging.WARNING):
+        fuse_layers(fused)
+    assert "layers [1] run as they were, not fused: a LlamaDecoderLayer computes something else here" in caplog.text
+    assert_close(run(fused, separate())[1], run(plain, separate())[1], 5e-6)
+
+
+def _hooked(model):
+    causal_model(model).model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    causal_model(model).model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda *_: None)
+    return model
+
+
+def _replaced(model):
+    for layer in model.model.layers:
+        layer.mlp.forward = contextlib.nullcontext
+    return model
+
+
+def _two(model):
+    model = with_adapters(model)
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "other"])
+    return model
+
+
+REFUSED = {
+    "another form": (lambda: build("gemma"), "it knows the decoder layers of Granite, Llama, .* has none of them"),
+    "padded": (build, "rows are padded: fused layers need padding_free=True"),
+    "another activation": (lambda: prepared(build(hidden_act="relu")), "its MLP has the activation 'relu', not silu"),
+    "dropped weights": (
+        lambda: prepared(build(attention_dropout=0.1)), r"drops weights at random \(attention_dropout=0.1\)"
+    ),
+    "DoRA": (
+        lambda: prepared(with_adapters(build(), use_dora=True)), "its adapter is a variant of LoRA .Dora"
+    ),
+    "two adapters": (lambda: prepared(_two(build())), r"2 adapters are active at once \(default, other\)"),
+    "hooks": (lambda: _hooked(prepared(build())), "its mlp has hooks, which would not be called"),
+    "another forward": (lambda: _replaced(prepared(build())), "the forward of its mlp was replaced"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_fused_is_refused(case):
+    make, reason = REFUSED[case]
+    model = make()
+    assert (why_not_fused(model) or "").endswith(": leave fused_layers off")
+    with pytest.raises(ValueError, match=reason):
+        fuse_layers(model)
+
+
+def test_adapters_in_another_dtype_need_mixed_precision():
+    model = with_adapters(build(dtype=torch.bfloat16))
+    for name, each in model.named_parameters():
+        if "lora" in name:
+            each.data = each.data.float()
+    reason = why_not_fused(prepared(model))
+    assert reason is not None
+    assert reason.startswith("weights and adapters are of torch.bfloat16 and torch.float32 without mixed precision")
+    assert why_not_fused(model, torch.bfloat16) is None

@@ -197,6 +197,27 @@ def linear_recurrence(
     return scattered(out, layout.gather), finals
 
 
+def recurrence_step(
+    query: Float[Tensor, "rows key_heads keys"],
+    key: Float[Tensor, "rows key_heads keys"],
+    value: Float[Tensor, "rows heads values"],
+    log_decay: Float[Tensor, "rows heads *channels"],
+    beta: Float[Tensor, "rows heads"] | None,
+    state: Float[Tensor, "rows heads keys values"],
+) -> tuple[Float[Tensor, "rows heads values"], Float[Tensor, "rows heads keys values"]]:
+    """One token of each row: what it reads off its state, and the state after it, both in the state's type."""
+    with torch.autocast(value.device.type, enabled=False):
+        shared = value.shape[1] // key.shape[1]
+        q, k = (x.to(state.dtype).repeat_interleave(shared, 1)[:, :, None] for x in (query, key))
+        decay = log_decay.to(state.dtype).exp()
+        state = state * (decay[..., None] if decay.ndim == 3 else decay[..., None, None])
+        new = value.to(state.dtype)[:, :, None]
+        if beta is not None:
+            new = beta.to(state.dtype)[..., None, None] * (new - k @ state)
+        state = state + k.transpose(-1, -2) * new
+        return (q @ state)[:, :, 0], state
+
+
 def _by_head(query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None) -> _Factors:
     """Of one decay a head, [chunks, heads, chunk]."""
     total, shared = log_decay.cumsum(-1), log_decay.shape[1] // key.shape[1]

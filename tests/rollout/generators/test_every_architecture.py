@@ -4,20 +4,23 @@ import pytest
 import torch
 
 from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.plans import NextPlan
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.generators.support import why_not
 from lowtide.rollout.generators.transformers import TransformersGenerator
 from tests.support.marks import slow_but
-from tests.support.models.architectures import PADDED, RAGGED, RECURRENT, TYPICAL
+from tests.support.models.architectures import PADDED, RAGGED, RECURRENT, TYPICAL, TYPICAL_RECURRENT
 from tests.support.runs.generating import scored, some_requests, token_ids, writer, written_logprobs
 
-SERVED = [name for name in RAGGED if name != "lfm2"]
+SERVED = [*RAGGED, *RECURRENT]
 MOST = 20
 MISLED_BY_PADDING = {"llama4"}
 """Their own forward counts padding on the left as positions."""
+OTHER_TOKEN_BY_TOKEN = {"nemotron_h", "zamba2"}
+"""Their own forward bounds time steps from below in whole rows, and not token by token: it differs from itself."""
 
 
-@pytest.mark.parametrize("name", slow_but(TYPICAL, SERVED))
+@pytest.mark.parametrize("name", slow_but([*TYPICAL, *TYPICAL_RECURRENT], SERVED))
 def test_greedy_tokens_are_those_of_transformers(name: str):
     model, sampling = writer(name), Sampling(MOST, temperature=0)
 
@@ -26,10 +29,11 @@ def test_greedy_tokens_are_those_of_transformers(name: str):
     oracle = TransformersGenerator(rows_per_generation_batch=1 if name in MISLED_BY_PADDING else None)
     wanted = oracle.generate(model, some_requests(), sampling)
     assert token_ids(got) == token_ids(wanted)
-    torch.testing.assert_close(written_logprobs(got), written_logprobs(wanted), atol=1e-5, rtol=0)
+    if name not in OTHER_TOKEN_BY_TOKEN:
+        torch.testing.assert_close(written_logprobs(got), written_logprobs(wanted), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", slow_but(TYPICAL, SERVED))
+@pytest.mark.parametrize("name", slow_but([*TYPICAL, *TYPICAL_RECURRENT], SERVED))
 def test_sampled_logprobs_are_those_of_the_scorer(name: str):
     model = writer(name)
 
@@ -40,7 +44,7 @@ def test_sampled_logprobs_are_those_of_the_scorer(name: str):
     torch.testing.assert_close(written_logprobs(got, plain=False), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", slow_but(TYPICAL, SERVED))
+@pytest.mark.parametrize("name", slow_but([*TYPICAL, *TYPICAL_RECURRENT], SERVED))
 def test_a_reply_is_computed_after_what_is_held(name: str):
     """Completions longer than the windows are replied to, by more and by fewer tokens."""
     model, replies = writer(name), [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]
@@ -58,7 +62,7 @@ def test_a_reply_is_computed_after_what_is_held(name: str):
     assert (written_logprobs(got)[~wrote] == 0).all()
 
 
-@pytest.mark.parametrize("name", slow_but(["lfm2", "bloom", "mamba"], ["lfm2", *RECURRENT, *PADDED]))
+@pytest.mark.parametrize("name", slow_but(["bloom", "mamba"], PADDED))
 def test_what_cannot_be_served_is_told(name: str):
     model = writer(name, dtype=torch.float32)
 
@@ -70,10 +74,9 @@ def test_what_cannot_be_served_is_told(name: str):
 
 
 def test_a_state_beside_the_keys_is_found_on_the_model_itself(monkeypatch: pytest.MonkeyPatch):
-    """Short convolutions of a form that nobody knows."""
-    monkeypatch.setattr("lowtide.rollout.generators.support.mixers", lambda model: [])
+    """One that its layers forget from token to token."""
+    monkeypatch.setattr(NextPlan, "convolve", lambda plan, layer, x, weight: x * weight[:, -1])
     model = writer("lfm2", dtype=torch.float32)
-    model.config.layer_types = ["full_attention", "full_attention"]
 
     reason = why_not(model)
 

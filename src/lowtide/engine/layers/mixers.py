@@ -23,7 +23,9 @@ from transformers.activations import ACT2FN
 
 from lowtide.compat.transformers import rebound_forward
 from lowtide.engine.encoder_decoder import PLAN
+from lowtide.engine.over_ranks.split_plan import SplitPlan
 from lowtide.ops.attention.attention_plan import AttentionPlan, Sight
+from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.attention.chained_attention import joined
 from lowtide.ops.chained_recurrence import chained_recurrence
 from lowtide.ops.convolution import causal_convolution
@@ -75,8 +77,8 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     plan = kwargs.get(PLAN)
     if plan is None:
         return type(self).forward(self, *args, **kwargs)
-    if not isinstance(plan, AttentionPlan):
-        raise ValueError("its layers carry a state that is handed on neither between ranks nor from token to token")
+    if isinstance(plan, SplitPlan):
+        raise ValueError("its layers carry a state that is not handed on between ranks")
     if (ran := _ran.get()) is not None:
         ran.add(self)
     function = rebound_forward(type(self), FUNCTIONS)
@@ -95,11 +97,14 @@ def _convolution(
     **given: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: [1, channels, tokens] to the same."""
-    plan: AttentionPlan = given[PLAN]
+    plan, of_layer = given[PLAN], (given[LAYER], "taps")
     x = hidden_states[0].T.to(weight.dtype)
-    if plan.piece is not None:
-        (x,), plan = joined((given[LAYER], "taps"), (x,), plan, Sight(window=weight.shape[1]))
-    out = causal_convolution(x, weight, plan)
+    if isinstance(plan, CachedPlan):
+        out = plan.convolve(of_layer, x, weight)
+    else:
+        if plan.piece is not None:
+            (x,), plan = joined(of_layer, (x,), plan, Sight(window=weight.shape[1]))
+        out = causal_convolution(x, weight, plan)
     out = out if bias is None else out + bias
     out = out if activation is None else ACT2FN[activation](out)
     return out.to(hidden_states.dtype).T[None]
@@ -155,9 +160,11 @@ def _recurrence(
     given: Mapping[str, Any], query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
 ) -> Tensor:
     """[tokens, heads, width] each."""
-    plan: AttentionPlan = given[PLAN]
+    plan: AttentionPlan | CachedPlan = given[PLAN]
     chunk = CHUNK_BY_CHANNEL if log_decay.ndim == 3 else CHUNK
     of_layer, chunk = (given[LAYER], "state"), min(chunk, _longest.get())
+    if isinstance(plan, CachedPlan):
+        return plan.recur(of_layer, query, key, value, log_decay, beta, chunk)
     return chained_recurrence(of_layer, query, key, value, log_decay, beta, plan, chunk)
 
 

@@ -49,6 +49,30 @@ class CachedPlan(ABC):
             asked: what the layer asks of its attention.
         """
 
+    @abstractmethod
+    def recur(
+        self,
+        layer: Hashable,
+        query: Float[Tensor, "tokens key_heads keys"],
+        key: Float[Tensor, "tokens key_heads keys"],
+        value: Float[Tensor, "tokens heads values"],
+        log_decay: Float[Tensor, "tokens heads *channels"],
+        beta: Float[Tensor, "tokens heads"] | None,
+        chunk: int,
+    ) -> Float[Tensor, "tokens heads values"]:
+        """`ops.recurrence.linear_recurrence` from the states that are held of a layer, which are those after its new
+        tokens then.
+
+        Args:
+            chunk: tokens of a chunk.
+        """
+
+    @abstractmethod
+    def convolve(
+        self, layer: Hashable, x: Float[Tensor, "tokens channels"], weight: Float[Tensor, "channels taps"]
+    ) -> Float[Tensor, "tokens channels"]:
+        """`ops.convolution.causal_convolution` after the last inputs that are held of a layer."""
+
     def stands_for(self, layer: Hashable, key: Tensor) -> Hashable:
         """The layer under which the keys are kept: layers that share one tensor of keys share what is kept of it.
 

@@ -1,10 +1,11 @@
 """The keys and values that are held while completions are written.
 
 Those of a prompt are held once for all its completions, in a block with other prompts of nearly its length; those of a
-completion are a line of one tensor for all completions. Keys and values are all that is held for each layer; who owns
-which line is kept on the host, once for all layers.
+completion are a line of one tensor for all completions. A layer that carries a state has one for each completion, which
+is its prompt's at first. Who owns which line is kept on the host, once for all layers.
 
-Shapes: a block's keys are [prompts, kv_heads, longest, dim], the completions' own [lines, kv_heads, capacity, dim].
+Shapes: a block's keys are [prompts, kv_heads, longest, dim], the completions' own [lines, kv_heads, capacity, dim], and
+states [lines, ...].
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class KeyStore:
     def __init__(self, most: int, device: torch.device):
         self.most, self.device = most, device
         self.layers: dict[Hashable, LayerKeys] = {}
+        self.states: dict[Hashable, Tensor] = {}
+        """Of layers that carry one: the state of each completion."""
         self.shared: dict[Hashable, Hashable] = {}
         """Layers that use another one's keys, and which one's."""
         self.blocks: list[list[Group]] = []
@@ -129,7 +132,7 @@ class KeyStore:
     def tensors(self) -> list[Tensor]:
         """All that is held."""
         pairs = [pair for layer in self.layers.values() for pair in (*layer.blocks, layer.own) if pair is not None]
-        return [tensor for pair in pairs for tensor in pair]
+        return [*(tensor for pair in pairs for tensor in pair), *self.states.values()]
 
     # -- who is there -------------------------------------------------------------------------------------------
 
@@ -195,6 +198,14 @@ class KeyStore:
         for layer in self.layers.values():
             for tensor in layer.own or ():
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
+        for state in self.states.values():
+            state.index_copy_(0, target, state.index_select(0, source))
+
+    def put_states(self, layer: Hashable, lines: Sequence[int], states: Tensor) -> None:
+        """Keeps states [lines, ...] of completions at some places."""
+        if layer not in self.states:
+            self.states[layer] = states.new_zeros(self.allotted, *states.shape[1:])
+        self.states[layer].index_copy_(0, torch.tensor(lines, device=self.device), states)
 
     # -- how much there is --------------------------------------------------------------------------------------
 
@@ -228,3 +239,7 @@ class KeyStore:
 
         for layer in self.layers.values():
             layer.change_own(changed)
+        for name, state in self.states.items():
+            if state.shape[0] != lines:
+                kept = state[:lines]
+                self.states[name] = torch.cat([kept, kept.new_zeros(lines - kept.shape[0], *kept.shape[1:])])

@@ -1,11 +1,12 @@
 """How the tokens of each forward of a generation attend: whole prompts, one token a completion, or several of one.
 
-Each plan keeps the keys and values of its tokens in a `KeyStore`. What does not depend on the layer (masks, places) is
-worked out once a forward.
+Each plan keeps the keys and values of its tokens in a `KeyStore`, and the states of layers that carry one. What
+does not depend on the layer (masks, places) is worked out once a forward.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
@@ -16,7 +17,9 @@ from torch import Tensor
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.attention.cached_attention import CachedPlan, Part, as_bias, gather_from, merged, seen
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
-from lowtide.ragged import PositionRule, RaggedBatch, Shown
+from lowtide.ops.convolution import causal_convolution
+from lowtide.ops.recurrence import RecurrenceLayout, linear_recurrence, recurrence_step
+from lowtide.ragged import PositionRule, RaggedBatch, Segment, Shown
 from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
 from lowtide.score_rules import IGNORE
 
@@ -62,6 +65,34 @@ class PromptPlan(CachedPlan):
                 held.blocks.append((_heads_first(key, index), _heads_first(value, index)))
         return varlen_attention(query, key, value, self.ragged, **asked)
 
+    def recur(
+        self,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        chunk: int,
+    ) -> Tensor:
+        layout = RecurrenceLayout.of(self.ragged, chunk)
+        out, states = linear_recurrence(query, key, value, log_decay, beta, layout, final=True)
+        assert states is not None
+        self._hand_on(layer, states)
+        return out
+
+    def convolve(self, layer: Hashable, x: Tensor, weight: Tensor) -> Tensor:
+        reach = weight.shape[1] - 1
+        ends = [x[max(part.stop - reach, part.start) : part.stop] for part in self.ragged.segments]
+        self._hand_on(layer, torch.stack([_after_zeros(each, reach) for each in ends]))
+        return causal_convolution(x, weight, self.ragged)
+
+    def _hand_on(self, layer: Hashable, states: Tensor) -> None:
+        """Each completion starts from the state [prompts, ...] of its prompt."""
+        places = [line.place for group in self.groups for line in group.lines]
+        owners = [number for number, group in enumerate(self.groups) for _ in group.lines]
+        self.store.put_states(layer, places, states.index_select(0, torch.tensor(owners, device=states.device)))
+
     def _starts(self) -> list[tuple[int, list[Group]]]:
         starts, start = [], 0
         for block in self.blocks:
@@ -82,6 +113,11 @@ class PromptPlan(CachedPlan):
 def _heads_first(x: Tensor, index: Tensor) -> Tensor:
     """[tokens, kv_heads, dim] to [prompts, kv_heads, longest, dim], a copy that holds on to nothing."""
     return x.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2).contiguous()
+
+
+def _after_zeros(x: Tensor, length: int) -> Tensor:
+    """[tokens, channels] to [length, channels]."""
+    return torch.cat([x.new_zeros(length - x.shape[0], x.shape[1]), x])
 
 
 class _LaterPlan(CachedPlan):
@@ -131,6 +167,28 @@ class NextPlan(_LaterPlan):
         heads = query.unflatten(1, (key.shape[1], -1))  # [lines, kv_heads, share, dim]
         parts = [self._from_own(heads, own, rules), self._from_prompts(heads, held.blocks, rules)]
         return merged(parts, rules.sinks)
+
+    def recur(
+        self,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        chunk: int,
+    ) -> Tensor:
+        held = self.store.states[layer][: len(self.store.lines)]
+        out, state = recurrence_step(query, key, value, log_decay, beta, held)
+        held.copy_(state)
+        return out
+
+    def convolve(self, layer: Hashable, x: Tensor, weight: Tensor) -> Tensor:
+        held = self.store.states[layer][: len(self.store.lines)]
+        inputs = torch.cat([held, x[:, None]], 1)  # [lines, taps, channels]
+        held.copy_(inputs[:, 1:])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (inputs.to(wide) * weight.T.to(wide)).sum(1).to(x.dtype)
 
     def _place(self, kv_heads: int) -> Tensor:
         """[lines * kv_heads]: where each head of a new key goes in the tensors, seen as lines of `dim` numbers."""
@@ -250,6 +308,39 @@ class RepliesPlan(_LaterPlan):
             outs.append(merged(parts, rules.sinks))
             start += count
         return torch.cat(outs)
+
+    def recur(
+        self,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None,
+        chunk: int,
+    ) -> Tensor:
+        layout = RecurrenceLayout.of(self.once("segments", self._segments), chunk)
+        places = [line.place for line, _ in self.lines]
+        held = self.store.states[layer].index_select(0, torch.tensor(places, device=self.store.device))
+        out, states = linear_recurrence(query, key, value, log_decay, beta, layout, held, final=True)
+        assert states is not None
+        self.store.put_states(layer, places, states)
+        return out
+
+    def convolve(self, layer: Hashable, x: Tensor, weight: Tensor) -> Tensor:
+        outs, (channels, taps) = [], weight.shape
+        for part, (line, _) in zip(self.once("segments", self._segments).segments, self.lines, strict=True):
+            inputs = torch.cat([self.store.states[layer][line.place], x[part.start : part.stop]])
+            outs.append(torch.nn.functional.conv1d(inputs.T, weight[:, None], groups=channels).T)
+            self.store.put_states(layer, [line.place], inputs[None, inputs.shape[0] - taps + 1 :])
+        return torch.cat(outs)
+
+    def _segments(self) -> AttentionPlan:
+        """The new tokens of each completion, apart."""
+        stops = list(itertools.accumulate(count for _, count in self.lines))
+        spans = itertools.pairwise([0, *stops])
+        parts = tuple(Segment(start, stop, -1, number, 0, 0) for number, (start, stop) in enumerate(spans))
+        return AttentionPlan(parts, self.positions)
 
     def _prompt_of(self, line: Line, held: LayerKeys) -> tuple[Tensor, Tensor]:
         for block, (keys, values) in zip(self.store.blocks, held.blocks, strict=True):

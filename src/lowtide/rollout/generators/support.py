@@ -55,9 +55,7 @@ def why_not_described(model: nn.Module) -> str | None:
         return "has virtual tokens before each prompt, which PEFT adds to padded rows"
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
         return "attends to another sequence than its own"
-    if mixers(inner):
-        return "has recurrent layers or short convolutions, whose states would have to be held as well"
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
+    others = [] if mixers(inner) else sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION)
     if others:
         return f"has layers of another kind than attention: {', '.join(others)}"
     if growing := kinds_by_length(inner):  # keys held from before would be those of another table

@@ -394,7 +394,7 @@ class RaggedBatch:
         """Of each segment the images among its tokens; none where no row has any."""
         return self.images or ((),) * len(self.segments)
 
-    @property
+    @functools.cached_property
     def row_segments(self) -> list[list[int]]:
         """The segments of each row."""
         numbers: list[list[int]] = [[] for _ in range(self.rows)]
@@ -660,10 +660,11 @@ def _renumbered(segments: Sequence[Segment], kept: Sequence[int], stands_for: Ma
     found: list[Segment] = []
     token = score = 0
     for old in kept:
-        start, stop, before, of_row, first, last, *more = segments[old]
+        start, stop, before, of_row, first, last, key, seen = segments[old]
         before = place[stands_for.get(before, before)] if before >= 0 else -1
         token_stop, score_stop = token + stop - start, score + last - first
-        found.append(Segment(token, token_stop, before, rows.setdefault(of_row, len(rows)), score, score_stop, *more))
+        row = rows.setdefault(of_row, len(rows))
+        found.append(Segment(token, token_stop, before, row, score, score_stop, key, seen))
         token, score = token_stop, score_stop
     return tuple(found)
 
@@ -778,22 +779,23 @@ def _validate(batch: RaggedBatch) -> None:
                 )
     token = score = 0
     row = 0
-    for number, part in enumerate(segments):
-        where = f"RaggedBatch: segment {number}"
-        if part.start != token or part.stop <= part.start or part.score_start != score:
-            raise ValueError(
-                f"{where} spans tokens {part.start}..{part.stop} and scores from {part.score_start}; "
-                f"tokens from {token} and scores from {score} were next"
+    for number, (start, stop, prefix, of_row, first, last, _, seen) in enumerate(segments):
+        wrong = None
+        if start != token or stop <= start or first != score:
+            wrong = (
+                f"spans tokens {start}..{stop} and scores from {first}; tokens from {token} and scores from {score} "
+                "were next"
             )
-        if part.row not in (row, row + 1) or (number == 0 and part.row != 0):
-            raise ValueError(f"{where} belongs to row {part.row} after row {row}; rows ascend by one from 0")
-        if part.prefix_length < -1 or (part.prefix < 0 <= part.prefix_length):
-            raise ValueError(f"{where} sees {part.prefix_length} tokens of prefix {part.prefix}")
-        if part.prefix >= 0:
-            if part.prefix >= number:
-                raise ValueError(f"{where} has prefix {part.prefix}, which does not stand before it")
-            if segments[part.prefix].prefix >= 0:
-                raise ValueError(f"{where} has prefix {part.prefix}, which has a prefix itself")
-            if part.prefix_length == 0 or part.prefix_length > (length := segments[part.prefix].length):
-                raise ValueError(f"{where} sees {part.prefix_length} tokens of prefix {part.prefix}, of 1 to {length}")
-        token, score, row = part.stop, part.score_stop, part.row
+        elif of_row not in (row, row + 1) or (number == 0 and of_row != 0):
+            wrong = f"belongs to row {of_row} after row {row}; rows ascend by one from 0"
+        elif seen < -1 or (prefix < 0 <= seen):
+            wrong = f"sees {seen} tokens of prefix {prefix}"
+        elif prefix >= number:
+            wrong = f"has prefix {prefix}, which does not stand before it"
+        elif prefix >= 0 and segments[prefix].prefix >= 0:
+            wrong = f"has prefix {prefix}, which has a prefix itself"
+        elif prefix >= 0 and (seen == 0 or seen > (length := segments[prefix].length)):
+            wrong = f"sees {seen} tokens of prefix {prefix}, of 1 to {length}"
+        if wrong:
+            raise ValueError(f"RaggedBatch: segment {number} {wrong}")
+        token, score, row = stop, last, of_row

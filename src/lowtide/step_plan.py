@@ -125,9 +125,13 @@ class RowSizes:
             self.of_row[part.row].append(number)
         self.tokens = [sum(segments[n].length for n in numbers) for numbers in self.of_row]
         self.scores = [segments[numbers[-1]].score_stop - segments[numbers[0]].score_start for numbers in self.of_row]
+        self.attended = [0] * len(self.tokens)
+        """The pairs of a query and a key of each row; 0 where they cost nothing."""
         self.shareable: dict[int, list[tuple[int, int]]] = {}
         """By row, (key, length) of its prefixes that one forward computes for several rows at once."""
         for part in segments:
+            if pairs:
+                self.attended[part.row] += part.length * (part.after(segments) + (part.length + 1) // 2)
             if part.key and part.score_start == part.score_stop:
                 self.shareable.setdefault(part.row, []).append((part.key, part.length))
 
@@ -142,13 +146,9 @@ class RowSizes:
                 seen.add(key)
         return total
 
-    def cost(self, rows: Iterable[int]) -> int:
+    def cost(self, rows: Sequence[int]) -> int:
         """What some rows cost together, in tokens: products grow with these, attention with the pairs that attend."""
-        rows = [*rows]
-        attended = 0
-        for part in (self.segments[number] for row in rows for number in self.of_row[row]) if self.pairs else ():
-            attended += part.length * (part.after(self.segments) + (part.length + 1) // 2)
-        return self.tokens_of(rows) + (attended // self.pairs if self.pairs else 0)
+        return self.tokens_of(rows) + sum(self.attended[row] for row in rows) // (self.pairs or 1)
 
     def micro_batch(self, rows: Sequence[int], pieces: tuple[PiecePlan, ...] = ()) -> MicroBatch:
         return MicroBatch(tuple(rows), self.tokens_of(rows), sum(self.scores[row] for row in rows), pieces)

@@ -100,6 +100,13 @@ def test_a_forward_sees_a_repeated_prompt_once(prompts, seed):
         assert part.pieces[0].batch is part.batch
 
 
+def test_only_a_micro_batch_that_repeats_a_prompt_is_laid_out_again():
+    batch = pairs(range(3), prompts=2)
+    plan = cut_rows(batch.segments, Limits(rows=2))
+    laid = {each.rows: part.pieces[0].batch is part.batch for each, part in zip(plan, cut(batch, plan), strict=True)}
+    assert laid == {(0, 2): False, (1,): True}
+
+
 def test_the_loss_of_rows_with_one_prompt_is_that_of_each_row():
     """Rows are told apart by what the loss is read from, not by what the forward sees."""
     tokens = [[5, 6, 7], [1, 2], [3, 4, 5], [5, 6, 7], [2, 2, 3], [6]]

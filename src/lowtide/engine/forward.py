@@ -172,13 +172,13 @@ def inference(model: nn.Module) -> Iterator[None]:
     """Around forwards without gradients and without dropout; afterwards each module is in the mode that it was in."""
     training = [module for module in model.modules() if module.training]
     for module in training:
-        module.training = False
+        vars(module)["training"] = False  # past a module's `__setattr__`, which looks for parameters
     try:
         with torch.no_grad():
             yield
     finally:
         for module in training:
-            module.training = True
+            vars(module)["training"] = True
 
 
 def sequence_of(model: nn.Module) -> SequenceParallel | None:

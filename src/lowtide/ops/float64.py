@@ -25,4 +25,4 @@ def exchange_device(values: Tensor, device: torch.device) -> torch.device:
 
 def to_float64(values: Tensor) -> Tensor:
     """The values in float64, on `float64_device` of theirs."""
-    return values.to(float64_device(values.device)).double()
+    return values.to(float64_device(values.device), torch.float64)

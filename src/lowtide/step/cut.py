@@ -148,13 +148,15 @@ def cut(
     of_row = batch.row_segments
     groups = [[number for row in each.rows for number in of_row[row]] for each in plan]
     whole = [batch.to(device or batch.token_ids.device)] if len(plan) == 1 else arranged(batch, groups, device=device)
-    repeated: dict[int, int] = {}
-    for each, group in zip(plan, groups, strict=True):
-        repeated |= {} if each.pieces or not share else batch.repeated_prefixes(group)
-    seen = whole
+    seen, repeated = [*whole], {}
+    for place, group in enumerate(groups if share else ()):
+        if not plan[place].pieces and (found := batch.repeated_prefixes(group)):
+            repeated[place] = found
     if repeated:
-        kept = [[number for number in group if number not in repeated] for group in groups]
-        seen = arranged(batch, kept, stands_for=repeated, device=device)
+        kept = [[number for number in groups[place] if number not in found] for place, found in repeated.items()]
+        stands_for = {prefix: first for found in repeated.values() for prefix, first in found.items()}
+        for place, each in zip(repeated, arranged(batch, kept, stands_for=stands_for, device=device), strict=True):
+            seen[place] = each
     return [_part(batch, *each) for each in zip(whole, seen, plan, strict=True)]
 
 

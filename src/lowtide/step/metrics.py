@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,9 @@ from lowtide.ranks.world import objects_of_all_ranks
 
 @dataclass
 class Totals:
-    """What has been added up since the last reading: sums on the device, and counts where they are known."""
+    """What has been added up since the last reading: what is of the device there, and what the host knows as floats."""
 
-    sums: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Any] = field(default_factory=dict)
     means: dict[str, Mean] = field(default_factory=dict)
     lows: dict[str, Tensor] = field(default_factory=dict)
     highs: dict[str, Tensor] = field(default_factory=dict)
@@ -28,7 +30,7 @@ class Totals:
     def add(self, **values: Tensor | float) -> None:
         """Adds to sums."""
         for name, value in values.items():
-            _fold(self.sums, name, value, torch.add)
+            _fold(self.sums, name, value, operator.add)
 
     def add_mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a sum of `count` values to a mean."""
@@ -59,7 +61,7 @@ class Totals:
     def take_over(self, other: Totals) -> None:
         """What was added up elsewhere."""
         for mine, theirs, join in (
-            (self.sums, other.sums, torch.add),
+            (self.sums, other.sums, operator.add),
             (self.lows, other.lows, torch.minimum),
             (self.highs, other.highs, torch.maximum),
         ):
@@ -73,7 +75,7 @@ class Totals:
         joined = Totals()
         for each in objects_of_all_ranks(self._on_host(device)):  # which need not have added to the same names
             joined.take_over(each)
-        found = {name: value.item() for name, value in joined.sums.items()}
+        found = {name: float(value) for name, value in joined.sums.items()}
         ends = {name: value.item() for name, value in (joined.lows | joined.highs).items()}
         found |= {name: value for name, value in ends.items() if not math.isinf(value)}
         return found | {name: float(total / count) for name, (total, count) in joined.means.items() if count}
@@ -81,24 +83,24 @@ class Totals:
     def _on_host(self, device: torch.device) -> Totals:
         device = float64_device(device)
         totals = _moved({name: mean.total for name, mean in self.means.items()}, device)
-        counts = _moved({name: _number(mean.count) for name, mean in self.means.items()}, device)
+        counts = _moved({name: mean.count for name, mean in self.means.items()}, device)
         means = {name: Mean(total, counts[name]) for name, total in totals.items()}
         return Totals(_moved(self.sums, device), means, _moved(self.lows, device), _moved(self.highs, device))
 
 
-def _number(value: Tensor | float) -> Tensor:
-    return to_float64(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+def _number(value: Tensor | float) -> Any:
+    return to_float64(value.detach()) if isinstance(value, Tensor) else float(value)
 
 
-def _fold(held: dict[str, Tensor], name: str, value: Tensor | float, join: Callable[..., Tensor]) -> None:
+def _fold(held: dict[str, Any], name: str, value: Tensor | float, join: Callable[..., Any]) -> None:
     value, before = _number(value), held.get(name)
-    held[name] = value if before is None else join(before, value.to(before.device))
+    held[name] = value if before is None else join(before, value)
 
 
-def _moved(values: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The same in host memory, at once."""
+def _moved(values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The same as tensors in host memory, at once."""
     if not values:
         return {}
     names = sorted(values)
-    stacked = torch.stack([values[name].to(device) for name in names])
+    stacked = torch.stack([torch.as_tensor(values[name], dtype=torch.float64, device=device) for name in names])
     return dict(zip(names, stacked.cpu().unbind(), strict=True))

@@ -29,11 +29,11 @@ from lowtide.planner.answers.row_lengths import (
     options_of_lengths,
     row_lengths,
 )
-from lowtide.planner.answers.traces import KINDS
+from lowtide.planner.answers.traces import KINDS, kind_of
 from lowtide.planner.budget import bytes_of, read_budget
 from lowtide.planner.candidate import PlannedRun, first_rows, measured, prepared_rows
 from lowtide.planner.cluster import Cluster
-from lowtide.planner.devices import Device, device_named
+from lowtide.planner.devices import DEVICES, Device, device_named
 from lowtide.planner.estimate import Estimate, estimate_run
 from lowtide.planner.plan import Plan, make_plan
 from lowtide.planner.process import known_process_bytes
@@ -49,6 +49,9 @@ from lowtide.run.options.configs import ConfigState, method_named, method_of
 from lowtide.run.options.sharding import sharding_of
 from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import check_arguments_known
+
+PATIENCE = 30.0
+"""Seconds that a plan looks for settings that fit; what takes least is then traced in some more."""
 
 
 class PlanInputs(RunInputs, total=False):
@@ -242,6 +245,7 @@ def plan(
         explain=explain,
         source=own | dict(run.requested),
         notes=(*of_budget, *notes),
+        seconds=PATIENCE,
     )
 
 
@@ -281,6 +285,7 @@ def gpus(
     model: str | PretrainedConfig,
     *,
     name: str = "",
+    device: str | None = None,
     **inputs: Unpack[PlanInputs],
 ) -> DeviceTable:
     """Which devices hold a run: all of the table of devices, each with full, LoRA and QLoRA training.
@@ -291,22 +296,26 @@ def gpus(
         method: "sft", "dpo" or another command's name.
         model: its config, or a path or hub name of it; the shapes of well-known models are built in.
         name: what the model is called, where its config is given.
+        device: of this one alone: "cpu", "cuda" (the one that is there), or a name as "RTX-4090".
         inputs: see `PlanInputs`; `lengths` are 8 rows of 1,024 tokens by default, and with `peft_config` only adapters
             are compared.
 
     Raises:
-        ValueError: there is no such method or model, or no way to train it can be traced.
+        ValueError: there is no such method, model or device, or no way to train it can be traced.
     """
     check_arguments_known("gpus", inputs, PlanInputs.__annotations__)
+    devices = tuple(DEVICES.values()) if device is None else (device_named(device).with_rates(),)
+    kinds = dict.fromkeys(map(kind_of, devices))
     called = name or (model if isinstance(model, str) else type(model).__name__)
     model = config_of_model(_known(model))
     lengths = inputs.get("lengths") or DEFAULT
     runs, asked = {}, {**inputs, "lengths": lengths, "config": _requested(inputs)}
-    for kind, device in KINDS.items():
-        runs[kind], _ = _run(method, model, None, device, cast(PlanInputs, asked), timed=False)
-    first, beside = runs["cuda"], known_process_bytes(adapters=inputs.get("peft_config") is not None)
+    for kind in kinds:
+        runs[kind], _ = _run(method, model, None, KINDS[kind], cast(PlanInputs, asked), timed=False)
+    first = next(iter(runs.values()))
+    beside = known_process_bytes(adapters=inputs.get("peft_config") is not None)
     rows = row_lengths(lengths, first.method)
-    table = device_table(runs, rows, model=called, beside=beside)
+    table = device_table(runs, rows, model=called, beside=beside, devices=devices)
     notes = check_lengths(rows, model, _written(first.method, first.requested))
     return replace(table, notes=(*notes, *notes_of_lengths(rows, first.requested), *table.notes))
 

@@ -33,6 +33,7 @@ RUNS = {
         "estimate sft --model m --lengths 8x8 --device H1000",
         "unknown device 'H1000'; did you mean 'H100-80GB'",
     ),
+    "device of gpus": ("gpus sft --model m --device H1000", "unknown device 'H1000'; did you mean 'H100-80GB'"),
     "devices": ("plan sft --model m --lengths 8x8 --devices H100", "devices 'H100' are no number of GPUs"),
     "rows to show": ("show rosw.jsonl --model m", "there is no file or folder 'rosw.jsonl'"),
     "option of show": (

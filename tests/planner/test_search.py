@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.planner.estimate import Estimate
-from lowtide.planner.search import Axis, Choice, Measure, Refused, Search, Sizes, peak_of
+from lowtide.planner.search import Axis, Choice, Measure, Patience, Refused, Search, Sizes, peak_of
 
 ACTIVATIONS = Axis(
     "activations",
@@ -112,6 +112,26 @@ def test_with_several_traces_at_a_time_the_same_is_chosen(room, at_once):
     assert [each[1:] for each in found.best()] == [each[1:] for each in expected.best()], "but for whose they are"
     assert found.smallest()[1:] == expected.smallest()[1:]
     assert [*found.alone()] == [*expected.alone()]
+
+
+def test_two_choices_that_store_the_same_are_not_combined():
+    halves = Axis("optimizer", [Choice("whole"), Choice("half", {"rounded": True}, stores="weights")])
+    other = Axis("precision", [Choice("whole"), Choice("also half", {"states": "away"}, stores="weights")])
+    found = search(Table(), 500, halves, other)
+    assert found.combinations == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_a_search_without_patience_ends_and_says_so():
+    """Nothing fits so that without it all combinations are tried."""
+    table = Table(wrong=10.0)
+    found = Search(table, (ACTIVATIONS, STATES), SIZES, 2000, patience=Patience(0.0))
+    assert found.best() == []
+    assert found.gave_up
+    assert len(table.asked) == 1, "the plain settings"
+    assert found.smallest().estimate is not None
+    patient = search(table, 1e9)
+    assert patient.best()
+    assert not patient.gave_up
 
 
 @settings(max_examples=60, deadline=None)

@@ -24,7 +24,6 @@ from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.signals import stopping_at_once
 
 OF_OTHER_COMMANDS = {
-    "--device": "gpus takes no --device, since it asks all devices: lowtide plan and lowtide estimate take one",
     "--budget": "gpus takes no --budget, which is each device's memory: lowtide plan and lowtide estimate take one",
     "--devices": "gpus takes no --devices, since it asks each device by itself: lowtide plan takes several",
 }

@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from lowtide.compat.torch import cpu_has_bf16
 from lowtide.memory.activations.chain_storage import HOST
+from lowtide.memory.optimizers.states import IN_BFLOAT16
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.table import ANOTHER, TECHNIQUES
 from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
@@ -34,6 +35,7 @@ FULL = {**PLAIN, **CHECKPOINTING}
 IN_BACKWARD, TWO_PASSES = "optimizer in backward", "optimizer in backward, two passes"
 LORA = "a LoRA adapter (rank 16) is trained in place of all weights"
 FROZEN_BFLOAT16 = "frozen weights are stored in bfloat16, and so is what passes from layer to layer"
+TRAINED_IN_16_BITS = "trained weights in 16 bits"
 PURE_BFLOAT16 = "weights and states are stored in bfloat16, in which small updates are lost"
 
 
@@ -157,6 +159,7 @@ def _technique(name: str, /, **otherwise: Any) -> Choice:
         changes=technique.changes,
         last_resort=chosen.last_resort,
         whole=chosen.whole,
+        stores=TRAINED_IN_16_BITS if technique.options.get("optim") in IN_BFLOAT16 else "",
     )
     return replace(found, **otherwise)
 
@@ -240,7 +243,7 @@ def _precision(setting: Setting) -> Iterator[Choice]:
     if setting.adapters:
         yield Choice("frozen weights in bfloat16", options, slower=0.95, changes=FROZEN_BFLOAT16)
     else:
-        yield Choice("bfloat16 weights", options, slower=0.9, changes=PURE_BFLOAT16, last_resort=True)
+        yield Choice("bfloat16 weights", options, 0.9, PURE_BFLOAT16, last_resort=True, stores=TRAINED_IN_16_BITS)
 
 
 def _streamed(setting: Setting) -> Iterator[Choice]:

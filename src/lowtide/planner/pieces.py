@@ -38,7 +38,26 @@ class Searches:
     @property
     def traces(self) -> int:
         """That were made."""
-        return self.whole.traces + (0 if self._pieces is None else self._pieces.traces)
+        return sum(each.traces for each in self._made())
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether the time was over before all was tried that might fit."""
+        return any(each.gave_up for each in self._made())
+
+    @property
+    def tried(self) -> str:
+        """What was tried, in a clause."""
+        every = sum(len(each.combinations) for each in self._made())
+        tried = (
+            f"of {every:,} combinations of settings {self.traces:,} were traced, and the others predicted from these"
+        )
+        if not self.gave_up:
+            return tried
+        return f"{tried}; the search ended after {self.whole.patience.seconds:.0f} s, before all that might fit were"
+
+    def _made(self) -> list[Search]:
+        return [self.whole] if self._pieces is None else [self.whole, self._pieces]
 
     def plain(self) -> Estimate:
         """Whole rows with the plain settings.
@@ -90,6 +109,9 @@ class Searches:
     def pieces(self) -> Search | None:
         """The search over rows in pieces; None where rows cannot be run so."""
         if self._sizes is not None and self._pieces is None and self.why_whole is None:
+            if self.whole.patience.is_over:
+                self.whole.gave_up = True
+                return None
             search = self._search_of(self._sizes)
             try:
                 search.traced(search.plain, None)

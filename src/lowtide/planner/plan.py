@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +21,7 @@ from lowtide.planner.choices import Asked
 from lowtide.planner.estimate import BANDS, Estimate
 from lowtide.planner.over_devices import OverDevices, Spread, rate_of_all, shardings_of, without_engines
 from lowtide.planner.parallel import processes_at_once
-from lowtide.planner.search import HOLES, Candidate, Refused, Search, Sizes
+from lowtide.planner.search import HOLES, Candidate, Patience, Refused, Search, Sizes
 from lowtide.planner.sharding.degrees import sharding_name
 
 RUNNERS_UP = 3
@@ -209,6 +210,7 @@ def make_plan(
     explain: bool = True,
     source: Mapping[str, Any] | None = None,
     notes: tuple[str, ...] = (),
+    seconds: float = math.inf,
 ) -> Plan:
     """The fastest settings of a run that fit a budget; over several devices also how it is spread.
 
@@ -219,6 +221,8 @@ def make_plan(
         explain: whether runners-up and the effect of each technique are wanted, which take more traces.
         source: the user's own settings as a run file has them, model and dataset among them.
         notes: of the rows.
+        seconds: after which, on one device, a search ends that has found nothing; without end by default, so that the
+            same run always has the same plan.
 
     Raises:
         PlanError: nothing fits; says what takes most, and what would be needed.
@@ -231,7 +235,7 @@ def make_plan(
         check_weights(run, rows, room)
     prepared, sizes, of_rows = prepared_rows(alone, rows)
     asked = Asked(alone, prepared, sizes, room, explain)
-    looked = OnOne(asked) if cluster is None else OverDevices(asked, run, cluster, shardings)
+    looked = OnOne(asked, Patience(seconds)) if cluster is None else OverDevices(asked, run, cluster, shardings)
     found = looked.best()
     if not found:
         raise _nothing_fits(asked, looked)
@@ -269,13 +273,13 @@ def _beside(each: Candidate, best: Candidate) -> Alternative:
 class OnOne:
     """What a plan chooses from, on one device."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, asked: Asked, patience: Patience) -> None:
+        self.asked, self.patience = asked, patience
         self.searches = asked.searches(self._search)
 
     def _search(self, sizes: Sizes) -> Search:
         asked, measure = self.asked, partial(measured, self.asked.run, self.asked.rows)
-        return Search(measure, asked.axes(sizes), sizes, asked.most, processes_at_once())
+        return Search(measure, asked.axes(sizes), sizes, asked.most, processes_at_once(), self.patience)
 
     def best(self) -> list[Candidate]:
         """What is chosen, and what is behind it; empty if nothing fits.
@@ -304,6 +308,11 @@ class OnOne:
             if sum(number > 0 for number in combination) == 1
         }
 
+    @property
+    def tried(self) -> str:
+        """What was tried, in a sentence."""
+        return f"Tried: {self.searches.tried}."
+
     def told(self, best: Candidate) -> dict[str, Any]:
         """What the plan of the one that is chosen says beside: fields of `Plan`."""
         found, asked = best.estimate, self.asked
@@ -312,7 +321,7 @@ class OnOne:
         return {
             "estimate": replace(found, room_bytes=asked.room, assumptions=assumptions),
             "techniques": tuple(_effects(self.searches.whole, asked.sizes)) if asked.explain else (),
-            "notes": _proposed(asked, best),
+            "notes": (*_proposed(asked, best), *([self.tried] if asked.explain else [])),
             "speed_by": "relative costs" if found.tokens_per_second is None else "roofline",
             "traces": self.searches.traces,
         }
@@ -416,9 +425,10 @@ def _nothing_fits(asked: Asked, looked: OnOne | OverDevices) -> PlanError:
     (name, size), *_ = Counter(inside).most_common()
     way = "" if least.sharding is None else f"{sharding_name(least.sharding)}; "
     advice, refused = ADVICE.get(name, ADVICE["weights"]), looked.refused
-    if cluster is None:
+    if isinstance(looked, OnOne):
         why = refused.get(IN_PIECES)
         advice += "." if why is None else f". {IN_PIECES.capitalize()} cannot work here: {why}."
+        advice += f" {looked.tried}"
     else:
         others = next((f"{other} is left out: {why}. " for other, why in refused.items()), "")
         advice = f"{others}{advice}, or more of them."

@@ -11,9 +11,11 @@ chosen so is traced itself before it is believed; what turns out not to fit goes
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -71,6 +73,9 @@ class Choice:
     """False where what a step saves is spent before the first; then `slower` says what it costs in all."""
     whole: bool = False
     """Whether it does something only where a batch is one micro-batch."""
+    stores: str = ""
+    """What it stores in fewer bits. Of choices that store the same only one is taken: a second does nothing more,
+    where factors would multiply."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,19 @@ class Candidate(NamedTuple):
         return sum(choice.last_resort for choice in choices), self.cost, inexact, settings
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long searches go on while nothing that they predicted fits."""
+
+    seconds: float = math.inf
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether that time has passed."""
+        return time.monotonic() - self.began > self.seconds
+
+
 class Refused(ValueError):
     """Settings that cannot work together, or not with this model."""
 
@@ -169,12 +187,24 @@ class Search:
         sizes: of a micro-batch; equal where there is nothing to cut, or the user said how.
         room: bytes that the peak may take.
         at_once: traces that may be made at a time, each in a process of its own.
+        patience: how long it goes on.
     """
 
-    def __init__(self, measure: Measure, axes: Sequence[Axis], sizes: Sizes, room: float, at_once: int = 1) -> None:
+    def __init__(
+        self,
+        measure: Measure,
+        axes: Sequence[Axis],
+        sizes: Sizes,
+        room: float,
+        at_once: int = 1,
+        patience: Patience | None = None,
+    ) -> None:
         assert sum(axis.scales for axis in axes) <= 1
         self.measure, self.axes, self.sizes, self.room, self.at_once = measure, axes, sizes, room, at_once
+        self.patience = patience or Patience()
         self.traces = 0
+        self.gave_up = False
+        """Whether it ended before all was tried that might fit."""
         self.refused: dict[Traced, str] = {}
         self.plain: Combination = (0,) * len(axes)
         self._known: dict[Traced, Estimate] = {}
@@ -197,9 +227,12 @@ class Search:
         def wait(stage: str, candidate: Candidate, tries: int = 0) -> None:
             heapq.heappush(waiting, (candidate.rank, next(order), stage, candidate, tries))
 
-        for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
+        for combination in self.combinations:
             wait("hoped", Candidate(self, combination, None, 0.0, self.cost(combination, None)))
         while waiting and len(found) <= runners_up:
+            if not found and self.patience.is_over:
+                self.gave_up = True
+                break
             _, _, stage, candidate, tries = heapq.heappop(waiting)
             if candidate.cost > worth * TOO_SLOW:
                 continue
@@ -224,12 +257,22 @@ class Search:
                     wait("predicted", fewer, tries + 1)
         return found
 
+    @functools.cached_property
+    def combinations(self) -> Sequence[Combination]:
+        """All that may be chosen."""
+        every = itertools.product(*(range(len(axis.choices)) for axis in self.axes))
+        return [each for each in every if not self._stores_twice(each)]
+
+    def _stores_twice(self, combination: Combination) -> bool:
+        stored = [choice.stores for choice in self.choices(combination) if choice.stores]
+        return len(stored) > len(set(stored))
+
     def smallest(self) -> Candidate:
         """What takes least, whether it fits or not; traced."""
         predicted = []
         size = self._less
         self._trace_beside(self._every_choice())
-        for combination in itertools.product(*(range(len(axis.choices)) for axis in self.axes)):
+        for combination in self.combinations:
             for tokens in {None} if self._cannot_be_cut(combination) else {None, size}:
                 try:
                     predicted.append(self._candidate(combination, tokens))

@@ -54,6 +54,28 @@ def test_as_json_with_adapters(described, capsys):
     assert fit["tokens_per_second"] > 0
 
 
+@pytest.mark.slow
+def test_one_device_in_one_screen(described, capsys, monkeypatch):
+    """The numbers are those that the table of all devices has."""
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["gpus", "sft", "--model", described, "--lengths", "64x2"]
+    assert main([*words, "--json"]) == 0
+    every = json.loads(capsys.readouterr().out)
+    assert main([*words, "--device", "4090", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row == next(each for each in every["rows"] if each["device"] == "RTX-4090")
+    assert main([*words, "--device", "4090"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) <= 30, out
+    said = " ".join(out.split())
+    assert "on RTX-4090" in said
+    for way, fit in row["fits"].items():
+        assert f"{way} " in said
+        assert f"{fit['longest_row']:,}" in said
+        assert gpus._written(fit["settings"]) in said
+    assert said.count(f"lowtide sft --model {described} --dataset DATA") == 1
+
+
 def test_the_command_has_the_users_own_options_and_those_of_the_lengths(described):
     words = ["--model", described, "--lengths", "2048x4", "--fsdp", "true", "--lora_target_modules", "q_proj", "v_proj"]
     parser = argparse.ArgumentParser()
@@ -101,7 +123,7 @@ def test_what_does_not_fit_says_what_is_left_free(capsys):
         (("--lengths", "much"), "write '1024x8'"),
         (("--dataset", "rows.jsonl"), "reads no dataset"),
         (("--lenghts", "8x8"), "--lengths"),
-        (("--device", "4090"), "asks all devices: lowtide plan and lowtide estimate take one"),
+        (("--device", "H1000"), "unknown device 'H1000'"),
         (("--devices", "8xH100"), "lowtide plan takes several"),
     ],
 )

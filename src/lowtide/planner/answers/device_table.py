@@ -110,7 +110,7 @@ def device_table(
         devices: to ask of.
     """
     asked = [(device, kind_of(device)) for device in sorted(devices, key=as_bought)]
-    first = runs["cuda"]
+    first = runs[asked[0][1]]
     positions = getattr(first.described.get_text_config(), "max_position_embeddings", None) or LONG
     positions = max(positions * lengths.longest // lengths.sequence, lengths.longest)
     kinds = {kind: [each for each, of in asked if of == kind] for kind in dict.fromkeys(kind for _, kind in asked)}
@@ -126,7 +126,7 @@ def device_table(
             _row(device, kind, traced, Asked(lengths, positions, not has_budget(runs[kind])), process)
             for device, kind in asked
         ),
-        changes={way.name: way.changes for way in traced.ways["cuda"]},
+        changes={way.name: way.changes for way in traced.ways[asked[0][1]]},
         notes=traced.notes,
         refused=traced.refused,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lowtide.objectives.sft import LOSSES
 from lowtide.ragged import RaggedBatch
 from lowtide.step import evaluate
 from lowtide.step.execute import Backward
+from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
 from lowtide.step.rank_sync import NotFinite, OutOfMemory
 from lowtide.step.train_step import train_step
@@ -98,7 +100,9 @@ def test_a_rank_without_rows_takes_part_in_the_forwards_of_others(others, monkey
     monkeypatch.setattr(evaluate, "worst_of_ranks", lambda own, device: max(own, others))
     made, forwards = model(), []
     made.model.register_forward_pre_hook(lambda *_: forwards.append(torch.is_grad_enabled()))
-    evaluate.accompany(Models(made, together=True), batch(6), NLL, Limits(tokens=20))
+    idle, totals = replace(batch(6), stands_in=True), Totals()
+    assert evaluate.evaluate_batch(Models(made, together=True), idle, NLL, totals, limits=Limits(tokens=20)) == []
     assert forwards == [False] * others
-    evaluate.accompany(Models(made), batch(6), NLL, Limits(tokens=20))
+    assert evaluate.evaluate_batch(Models(made), idle, NLL, totals, limits=Limits(tokens=20)) == []
     assert len(forwards) == others, "each rank forwards by itself"
+    assert totals == Totals()

@@ -31,9 +31,14 @@ def evaluate_batch(
 ) -> list[tuple[RaggedBatch, ScoreOutput]]:
     """Adds the loss sum and the metrics of a batch to `totals`; no logits, and nothing is kept but what is returned.
 
-    Where forwards are of all ranks together, every rank calls this, or `accompany`, equally often.
+    Where forwards are of all ranks together, every rank calls this equally often; one without rows of its own with some
+    that stand in, of which nothing is added.
     """
-    models = Models.of(model)
+    models, stands_in = Models.of(model), batch.stands_in
+    if stands_in:
+        if not models.together:
+            return []
+        batch = idle_part(batch, limits.tokens, models.device).batch
     totals = totals if models.leads else Totals()
     batch, known = with_baseline(models, batch, objective, limits)
     counts = {**objective.counts(batch), **known}
@@ -41,9 +46,12 @@ def evaluate_batch(
     parts = cut(batch, cut_rows(batch.segments, limits, why_whole_rows=why), models.device)
     if models.teaches_ahead(objective, batch, limits.tokens):
         parts = with_reference(models, parts, batch, objective, limits)
-    turns = _turns(models, parts, parts[0].batch, limits)  # with the reference's values, if these were asked for ahead
+    seen = parts[0].batch  # with the reference's values, if these were asked for ahead
+    parts = [] if stands_in else parts
+    turns = _turns(models, parts, seen, limits)
     results = _outputs(models, turns, objective)[: len(parts)]
-    totals.count(batch)
+    if not stands_in:
+        totals.count(batch)
     for part, output in results:
         totals.take_in(output, part)
         if output.loss is not None:
@@ -68,32 +76,13 @@ def _add_losses(
         references = [models.referred(part, term) for part in turns][: len(results)]
         pairs = zip(outputs, references, strict=True)
         rows = [term.read(part, output.stats, reference) for (part, output), reference in pairs]
-        outcomes += [term.loss(each, counts) for each in ([join_rows(rows)] if term.whole else rows)]
+        outcomes += [term.loss(each, counts) for each in ([join_rows(rows)] if term.whole and rows else rows)]
+    if not outcomes:
+        return
     over = sum(part.rows for part, _ in results) if objective.mean_over is None else counts[objective.mean_over]
     totals.add_mean("loss", torch.stack([each.loss for each in outcomes]).sum() * over, over)
     for outcome in outcomes:
         totals.take_outcome(outcome)
-
-
-@torch.no_grad()
-def accompany(models: Models, batch: RaggedBatch, objective: Objective, limits: Limits = Limits()) -> None:
-    """Takes part in the forwards of an evaluation that other ranks run, where forwards are of all together.
-
-    Args:
-        batch: what a row that is not scored is taken from.
-    """
-    if not models.together:
-        return
-    idle = idle_part(batch, limits.tokens, models.device).batch
-    with_baseline(models, idle, objective, limits)
-    if models.teaches_ahead(objective, idle, limits.tokens):
-        (part,) = with_reference(models, [Part.of(idle)], idle, objective, limits)
-        idle = part.batch
-    turns = _turns(models, [], idle, limits)
-    for term in objective.terms:
-        _outputs(models, turns, term)
-        for part in turns:
-            models.referred(part, term)
 
 
 def _outputs(models: Models, parts: Sequence[Part], objective: Objective) -> list[tuple[RaggedBatch, ScoreOutput]]:

@@ -34,10 +34,10 @@ class Totals:
 
     def add_mean(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a sum of `count` values to a mean."""
-        total, count, before = _number(total), _number(count), self.means.get(name)
+        added, before = Mean(_number(total), _number(count)), self.means.get(name)
         if before is not None:
-            total, count = before.total + total, before.count + count
-        self.means[name] = Mean(total, count)
+            added = Mean(before.total + added.total, before.count + added.count)
+        self.means[name] = added
 
     def count(self, batch: RaggedBatch) -> None:
         """Adds the tokens of a whole batch, of which the number does not depend on how the batch is cut and run."""

@@ -29,7 +29,7 @@ from lowtide.ranks.shards import is_gathered
 from lowtide.ranks.world import distributed
 from lowtide.step.chains import Chain
 from lowtide.step.cut import parts_of
-from lowtide.step.evaluate import accompany, evaluate_batch
+from lowtide.step.evaluate import evaluate_batch
 from lowtide.step.execute import Backward
 from lowtide.step.metrics import Totals
 from lowtide.step.models import Models
@@ -286,11 +286,6 @@ class StepRunner:
         models = replace(self.models(model), around=self._around)
         with self.phases.during("evaluation"):
             return evaluate_batch(models, batch, self.method_objective, totals, limits=self.evaluation_limits)
-
-    def accompany(self, batch: RaggedBatch, model: nn.Module | None = None) -> None:
-        """Takes part in an evaluation of other ranks, for which this one has no rows; needed where forwards are of all
-        ranks together."""
-        accompany(self.models(model), batch, self.method_objective, self.evaluation_limits)
 
     def reference_logprobs(self, batch: RaggedBatch, limits: Limits) -> Tensor:
         """[scores]: the reference's log-probabilities of a batch, in micro-batches within the limits."""

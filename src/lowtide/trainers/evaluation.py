@@ -155,7 +155,7 @@ def evaluated(trainer: Any, model: nn.Module, loader: DataLoader, *, wanted: boo
         count = trainer.batch_maker.own_rows(batch)
         trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
         if count == 0 or sync.failed:  # ranks take equally many batches, and meet after the last
-            runner.accompany(batch, model)
+            runner.evaluate(replace(batch, stands_in=True), Totals(), model)
             continue
         batch = _placed(batch if count == batch.rows else batch.select_rows(range(count)), number)
         sync.micro_batch, sync.part = number, batch

@@ -167,6 +167,11 @@ class Patience:
         """Whether that time has passed."""
         return time.monotonic() - self.began > self.seconds
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether half as much more has passed, after which nothing is traced that was only to be shown beside."""
+        return time.monotonic() - self.began > 1.5 * self.seconds
+
 
 class Refused(ValueError):
     """Settings that cannot work together, or not with this model."""
@@ -273,14 +278,18 @@ class Search:
         size = self._less
         self._trace_beside(self._every_choice())
         for combination in self.combinations:
+            if self.patience.is_spent and self._known:
+                break
             for tokens in {None} if self._cannot_be_cut(combination) else {None, size}:
                 try:
                     predicted.append(self._candidate(combination, tokens))
                 except Refused:
                     continue
         order = sorted(predicted, key=_smallest_first)
-        proved = (each for each in map(self._proved, order) if each is not None)
-        if list(itertools.islice(proved, TRIES)):  # the first may take more than predicted, and those behind it less
+        wanted = itertools.takewhile(lambda _: not (self.patience.is_spent and self._known), order)
+        proved = (each for each in map(self._proved, wanted) if each is not None)
+        # The first may take more than predicted, and those behind it less.
+        if list(itertools.islice(proved, TRIES)) or self._known:
             return min(self._all_traced(), key=_smallest_first)
         raise Refused(next(iter(self.refused.values()), "there are no settings to choose from"))
 
@@ -311,6 +320,8 @@ class Search:
         self._trace_beside(self._every_choice())
         for axis, name in enumerate(self.axes):
             for number in range(1, len(name.choices)):
+                if self.patience.is_spent and self._missing([(self._only(axis, number), None)]):
+                    continue
                 try:
                     yield name.choices[number], self.traced(self._only(axis, number), None)
                 except Refused:
@@ -372,6 +383,8 @@ class Search:
         if self.at_once == 1 or len(wanted) == 1:
             return  # one that is made when it is asked for
         for first in range(0, len(wanted), self.at_once):
+            if self.patience.is_spent:
+                return
             some = wanted[first : first + self.at_once]
             for key, found in zip(some, beside(self._tried, some), strict=True):
                 if found is not None:

@@ -228,6 +228,10 @@ class Away(NamedTuple):
         return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
 
 
+class ChangedInPlace(RuntimeError, ValueError):
+    """A model changes what backward needs, so that it does not go with what kept it: a plan leaves that out."""
+
+
 class Stayed(NamedTuple):
     """A saved tensor that stayed. The hooks take autograd's own check for changes in place away, so it is made here."""
 
@@ -241,7 +245,7 @@ class Stayed(NamedTuple):
     def tensor(self) -> Tensor:
         """It, unless it was changed."""
         if version_of(self.detached) != self.version:
-            raise RuntimeError(
+            raise ChangedInPlace(
                 f"a tensor {list(self.detached.shape)} that backward needs was changed in place after forward "
                 f"(version {version_of(self.detached)} instead of {self.version})"
             )

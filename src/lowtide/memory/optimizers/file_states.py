@@ -55,14 +55,20 @@ class FileStates:
         whole = {name: value for name, value in states.items() if _has_rows(value, parameter)}
         counts = {name: value for name, value in states.items() if name not in whole}
         begun, after = bool(states), counts
-        names = [*whole]
+        names, places = [*whole], dict[str, list[Tensor]]()
         for number, parts in enumerate(by_rows(parameter.detach(), parameter.grad, *whole.values())):
             part = nn.Parameter(parts[0])
             part.grad = parts[1]
             if begun:
                 optimizer.state[part] = {**dict(zip(names, parts[2:], strict=True)), **_copied(counts)}
             step_alone(optimizer, group, part)
-            after = self._keep(optimizer.state.pop(part, {}), part, parameter, whole, number, begun=begun)
+            made = optimizer.state.pop(part, {})
+            after = {name: value for name, value in made.items() if not _has_rows(value, part)}
+            for name in made.keys() - after.keys():
+                if not begun and name not in places:
+                    whole[name] = self.file.zeros(parameter.shape, made[name].dtype)
+                    places[name] = [place for _, place in by_rows(parameter.detach(), whole[name])]
+                let_go(made[name] if begun else places[name][number].copy_(made[name]))
             let_go(part)
         optimizer.state[parameter] = {**after, **whole}
 
@@ -79,31 +85,6 @@ class FileStates:
         for parameter, found in in_file.items():
             for name, value in found.items():
                 self.optimizer.state[parameter][name] = self.file.copy_of(value)
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _keep(
-        self,
-        states: dict[str, Any],
-        part: Tensor,
-        parameter: Tensor,
-        whole: dict[str, Tensor],
-        number: int,
-        *,
-        begun: bool,
-    ) -> dict[str, Any]:
-        """Takes in the states of a part, made by its first step or changed in place; returns those without rows."""
-        for name, value in states.items():
-            if not _has_rows(value, part):
-                continue
-            if not begun:
-                if name not in whole:
-                    whole[name] = self.file.zeros(parameter.shape, value.dtype)
-                place = by_rows(parameter.detach(), whole[name])[number][1]
-                place.copy_(value)
-                value = place
-            let_go(value)
-        return {name: value for name, value in states.items() if not _has_rows(value, part)}
 
 
 def _has_rows(value: Any, parameter: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lowtide.methods import METHODS
 
 TOOLS = {
+    "check": ("lowtide.cli.check", "whether a run is told rightly: options, files, columns, template; without weights"),
     "gpus": ("lowtide.cli.planning.gpus", "on which devices a model can be trained, and how"),
     "plan": ("lowtide.cli.planning.plan", "the fastest settings of a run that fit a memory budget"),
     "estimate": ("lowtide.cli.planning.estimate", "how much memory a run will take, before it starts"),
@@ -29,10 +30,10 @@ TOOLS = {
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
 }
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
-OF_A_METHOD = {"gpus", "plan", "estimate", "profile", "measure"}
+OF_A_METHOD = {"check", "gpus", "plan", "estimate", "profile", "measure"}
 """Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
 
-PREDICT = {"gpus", "plan", "estimate"}
+PREDICT = {"check", "gpus", "plan", "estimate"}
 """Those of them that load no weights: packages that others import and they do not use need not be loaded."""
 
 

@@ -61,6 +61,8 @@ def _status_of(words: Sequence[str]) -> int:
         given = [_underscored(word) for word in words if word != "--traceback"]
         if METHODS.keys() & set(given[:1]):
             given = import_module("lowtide.cli.training.launch").prepare(given)
+        if given[:1] == ["check"]:
+            given = import_module("lowtide.cli.check").with_method(given)
         arguments = parse(given)
         return arguments.run(arguments)
     except SystemExit as exit:  # --help and --version

@@ -48,7 +48,11 @@ OF_MODELS = (
     *("reward_model_path", "sft_model_path"),
 )
 """The options that name a model."""
-ROWS = {"lowtide gpus": "", **dict.fromkeys(("lowtide plan", "lowtide estimate"), "(--dataset D | --lengths L) ")}
+ROWS = {
+    "lowtide gpus": "",
+    "lowtide check": "",
+    **dict.fromkeys(("lowtide plan", "lowtide estimate"), "(--dataset D | --lengths L) "),
+}
 """How the usage of a command names its rows, where it is not by `--dataset D`."""
 
 

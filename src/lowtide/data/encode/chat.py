@@ -9,7 +9,6 @@ more follows there is no such span in the whole, and the conversation is refused
 """
 
 import logging
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import TEMPLATE_FAILURES, TemplateOverrun, limit_templates
 from lowtide.data.encode.message_form import MessageForm
-from lowtide.data.encode.named_templates import NAMED, template_named
+from lowtide.data.encode.named_templates import NAMED, TEMPLATE_SUFFIXES, template_at
 from lowtide.data.encode.rounds import Answer, Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of
 from lowtide.data.encode.turn_ends import TurnEnds
 from lowtide.data.formats.conversation import Message, assistant_turns
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 DRAWS = re.compile(r"\|\s*random\b|\blipsum\b")
 """What in a template draws at random."""
-TEMPLATE_SUFFIXES = (".jinja", ".j2")
 limit_templates()
 
 
@@ -460,15 +458,8 @@ def read_chat_template(path: str) -> str:
     Raises:
         ValueError, FileNotFoundError: nothing is there, or no template is in it.
     """
-    place = Path(path)
-    if place.suffix in TEMPLATE_SUFFIXES:
-        if not os.path.isfile(place):
-            raise FileNotFoundError(f"chat_template_path: there is no file {path!r}.")
-        return place.read_text(encoding="utf-8")
-    if os.path.isfile(place / "chat_template.jinja"):  # also of names that no file can have
-        return (place / "chat_template.jinja").read_text(encoding="utf-8")
-    if path in NAMED and not place.exists():
-        return template_named(path)
+    if (written := template_at(path)) is not None:
+        return written
     template = _load_tokenizer(path).chat_template
     if not template:
         raise ValueError(f"chat_template_path: the tokenizer {path!r} has no chat template either.")

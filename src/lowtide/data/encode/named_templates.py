@@ -7,8 +7,11 @@ has them is a model's own, with its own template.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+TEMPLATE_SUFFIXES = (".jinja", ".j2")
 OPENING = (
     "{% for message in messages if message.tool_calls or message.content is not string %}"
     "{{ raise_exception('the built-in chat template NAME writes texts alone, and a message has tool calls or no text: "
@@ -77,3 +80,20 @@ NAMED = {
 def template_named(name: str) -> str:
     """The source of a named template, which names itself where it refuses a conversation."""
     return NAMED[name].template.replace("NAME", name)
+
+
+def template_at(path: str) -> str | None:
+    """The chat template in a .jinja file, in a folder's `chat_template.jinja`, or of a name; None where a tokenizer has
+    to be asked.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    place = Path(path)
+    if place.suffix in TEMPLATE_SUFFIXES:
+        if not os.path.isfile(place):
+            raise FileNotFoundError(f"chat_template_path: there is no file {path!r}.")
+        return place.read_text(encoding="utf-8")
+    if os.path.isfile(place / "chat_template.jinja"):  # also of names that no file can have
+        return (place / "chat_template.jinja").read_text(encoding="utf-8")
+    return template_named(path) if path in NAMED and not place.exists() else None

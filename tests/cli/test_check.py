@@ -1,0 +1,116 @@
+"""`lowtide check`: what a run is told, looked at before weights, each fault where it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import LlamaConfig
+
+from lowtide.cli.check import with_method
+from lowtide.cli.endings import UsageError
+from lowtide.cli.main import main
+
+TURNS = {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model's config, rows and run files; nothing of a run may be written here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("USE_TORCH", "1")
+    LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                num_key_value_heads=2, max_position_embeddings=256).save_pretrained("m")  # fmt: skip
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "bad.jinja").write_text("{% for m in messages %}{{ m.contentt.first }}{% endfor %}")
+    rows = {"turns": TURNS, "pairs": PAIR, "odd": {"User Question": "a", "Bot Answer": "b"}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    (tmp_path / "broken.jsonl").write_text(json.dumps(TURNS) + '\n{"messages": [{"role": "user"}]}\n')
+    (tmp_path / "run.yaml").write_text("# lowtide sft --config on this\nmodel: m\ndataset: turns.jsonl\n")
+    return tmp_path
+
+
+def checked(words: str, capsys) -> tuple[int, dict]:
+    status = main(["check", *words.split(), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    return status, {each["what"]: (each["ok"], each["said"]) for each in found["checks"]}
+
+
+@pytest.mark.parametrize(
+    "words", ["run.yaml", "sft run.yaml", "sft --config run.yaml", "dpo --model m --dataset pairs.jsonl"]
+)
+def test_what_is_right_is_said_to_be(folder, capsys, words):
+    before = sorted(folder.rglob("*"))
+    status, found = checked(words, capsys)
+    assert status == 0
+    assert all(ok for ok, _ in found.values()), found
+    assert {"options", "output folder", "rows", "columns"} <= found.keys()
+    assert sorted(folder.rglob("*")) == before, "nothing is written"
+
+
+def test_the_template_writes_the_first_conversation(folder, capsys):
+    _, found = checked("run.yaml", capsys)
+    written = "user: 1+1?</s>assistant: 2</s>"
+    assert found["template"] == (True, f"writes {len(written)} characters of the first conversation")
+
+
+WRONG = {
+    "columns": ("sft --model m --dataset odd.jsonl", "columns", "User Question"),
+    "columns of pairs": ("dpo --model m --dataset turns.jsonl", "columns", "pairs need 'chosen' and 'rejected'"),
+    "columns of singles": ("kto --model m --dataset turns.jsonl", "columns", "'label' (true or false)"),
+    "a row": ("sft --model m --dataset broken.jsonl", "columns", "broken.jsonl, row 1 (the first is 0)"),
+    "a name of columns": ("sft --model m --dataset odd.jsonl --columns prompt=Usr", "rows", "has no column 'Usr'"),
+    "a template": ("run.yaml --chat_template_path bad.jinja", "template", "contentt"),
+    "output": ("run.yaml --output_dir run.yaml", "output folder", "is a file"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_named_with_all_else_looked_at(folder, capsys, case):
+    words, what, said = WRONG[case]
+    status, found = checked(words, capsys)
+    assert status == 2
+    assert [name for name, (ok, _) in found.items() if not ok] == [what]
+    assert said in found[what][1]
+    assert found["options"][0]
+
+
+def test_the_method_is_the_files_or_the_command_lines(folder, capsys):
+    assert with_method(["check", "run.yaml", "--json"]) == ["check", "sft", "--config", "run.yaml", "--json"]
+    assert with_method(["check", "dpo", "run.yaml"]) == ["check", "dpo", "--config", "run.yaml"]
+    assert with_method(["check", "dpo", "--config", "run.yaml"]) == ["check", "dpo", "--config", "run.yaml"]
+    (folder / "own.yaml").write_text("model: m\n")
+    with pytest.raises(UsageError, match=r"own\.yaml does not say its method"):
+        with_method(["check", "own.yaml"])
+    assert main(["check", "no.yaml"]) == 2
+    assert "there is no file 'no.yaml'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_memory_is_predicted_and_says_what_does_not_fit(folder, capsys):
+    status, found = checked("sft --model m --lengths 64x2 --memory --device 4090", capsys)
+    assert (status, found["memory"][0]) == (0, True)
+    status, found = checked("sft --model m --lengths 64x2 --memory --device 4090 --budget 1MiB", capsys)
+    assert (status, found["memory"][0]) == (1, False)
+
+
+@pytest.mark.slow
+def test_it_takes_two_seconds_of_processor_time_and_no_torch(folder):
+    code = (
+        "import resource, sys\nfrom lowtide.cli.main import main\n"
+        "status = main(['check', 'run.yaml', '--chat_template_path', 'chatml'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print(status, used.ru_utime + used.ru_stime)"
+    )
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": ":".join(filter(None, sys.path))}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=folder, check=True)
+    status, seconds = said.stdout.splitlines()[-1].split()
+    assert status == "0"
+    assert float(seconds) < 2

@@ -34,6 +34,7 @@ SMALL = {
     **{"report_to": "none", "save_strategy": "no"},
 }
 ELSEWHERE = {  # by a word of the command, what runs it, or why nothing here can
+    "check": "tests/cli/test_check.py",
     "merge": "tests/cli/test_merge.py",
     "chat": "tests/cli/after_training/test_chat_command.py",
     "export": "tests/cli/after_training/test_export.py",

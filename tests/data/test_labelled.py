@@ -182,3 +182,37 @@ def test_labels_of_several_kinds_in_a_file_are_refused(tmp_path):
 def test_a_number_that_is_no_label_s_is_refused_before_as_many_are_named():
     with pytest.raises(ValueError, match=f"the rows have the label {2**40}, and labels are numbered from 0 on"):
         names_of_found({0, 1, 2**40})
+
+
+def test_a_limit_without_a_place_for_the_text_is_refused():
+    rows = [{"text": "ice", "label": "cold"}, {"text": "lava fire", "label": "hot"}]
+    for most in (1, 2):
+        with pytest.raises(ValueError, match=f"max_length={most} leaves 0 places beside the 2 special tokens"):
+            prepared(rows, max_length=most)
+    with pytest.raises(ValueError, match="2 texts of a row need one each"):
+        prepared([{"premise": "ice", "hypothesis": "tea", "label": 0}], max_length=4)
+
+
+def test_a_limit_of_one_token_is_warned_of(caplog):
+    rows, _ = prepared([{"text": "ice", "label": "cold"}, {"text": "lava fire", "label": "hot"}], max_length=3)
+    assert [len(each) for each in rows["input_ids"]] == [3, 3]
+    assert "max_length=3 keeps one token of a text" in caplog.text
+
+
+def test_labels_that_no_row_has_are_warned_of(caplog):
+    rows = [{"text": "ice", "label": "cold"}, {"text": "lava", "label": "hot"}]
+    prepared(rows)
+    assert "nothing has" not in caplog.text
+    prepared(rows, ("cold", "mild", "hot"))
+    assert "nothing has 1 of the 3 labels (mild)" in caplog.text
+
+
+def test_a_mask_that_hides_tokens_is_warned_of(caplog):
+    padding = PIECES.pad_token_id
+    row = {"input_ids": [5, 6, 7, padding], "attention_mask": [1, 1, 1, 0], "label": 0}
+    rows, _ = prepared([row, {**row, "label": 1}])
+    assert rows["input_ids"][0] == [5, 6, 7]
+    assert "attention_mask" not in caplog.text
+    rows, _ = prepared([row, {**row, "attention_mask": [1, 1, 0, 0], "label": 1}])
+    assert rows["input_ids"][1] == [5, 6]
+    assert "in 1 of 2 rows (the first is row 1) 'attention_mask' leaves out tokens" in caplog.text

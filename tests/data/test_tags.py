@@ -212,3 +212,12 @@ def test_a_first_row_without_labels_is_named_with_its_column(first, stream):
         list(prepared(rows.to_iterable_dataset() if stream else rows)[0])
     with pytest.raises(ValueError, match=r"row 0 .*: 'tokens' has 3 words and 'ner_tags' 0 labels"):
         prepared([{**ROW, "ner_tags": []}, ROW])
+
+
+@pytest.mark.parametrize("lost", ["", " "])
+def test_words_without_tokens_are_warned_of(lost: str, caplog):
+    prepared([{"tokens": ["ice", "tea"], "ner_tags": [0, 0]}])
+    prepared([{"tokens": ["ice", lost, "tea"], "ner_tags": [0, IGNORED, 0]}])
+    assert "no token" not in caplog.text
+    prepared([{"tokens": ["ice"], "ner_tags": [0]}, {"tokens": ["ice", lost, "tea"], "ner_tags": [0, 0, 0]}])
+    assert "in 1 of 2 rows (the first is row 1) a word with a label is empty" in caplog.text

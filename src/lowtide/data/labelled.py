@@ -27,6 +27,7 @@ from lowtide.data.formats.labelled import (
 )
 from lowtide.data.formats.labels import unnamed
 from lowtide.data.options import LabelOptions
+from lowtide.data.report.doubts import DOUBT_NOTES, warn_of_absent_labels, warn_of_doubts
 from lowtide.data.report.ledger import Ledger, padding_share
 from lowtide.data.report.row_stats import add_up
 from lowtide.data.sources.stream import map_stream
@@ -118,6 +119,7 @@ def prepare_labelled(
             return map_stream(rows, encoder, encoder.features, source), None
         prepared = _map(rows, encoder, options, labels, name)
     statistics = add_up(prepared)
+    warn_of_doubts(source, statistics.doubts, statistics.kept)
     ledger = statistics.ledger(
         name=name,
         batch_size=batch_size,
@@ -127,12 +129,16 @@ def prepare_labelled(
     prepared = prepared.select_columns(list(encoder.features))
     if options.problem != REGRESSION:
         ledger = replace(ledger, scored_by_label=_counts(prepared, options))
+        if name == "train" and NUMBER not in first_row:
+            warn_of_absent_labels(source, ledger.scored_by_label or {})
     return prepared, ledger
 
 
 def _map(rows: Dataset, encoder: LabelEncoder, options: LabelOptions, labels: LabelFormat, name: str) -> Dataset:
     known = rows_fingerprint(rows, encoder.tokenizer, options, options.truncation)
-    fingerprint = combine("labelled", known, *labels.columns, labels.names, encoder.vectors, encoder.tells_apart)
+    fingerprint = combine(
+        "labelled", known, *labels.columns, labels.names, encoder.vectors, encoder.tells_apart, *DOUBT_NOTES
+    )
     features = encoder.noted
     return map_cached(rows, encoder, features=features, fingerprint=fingerprint, num_proc=options.num_proc, name=name)
 

@@ -10,12 +10,14 @@ from datasets import Dataset, Features, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.token_rows import IGNORED
+from lowtide.data.batches.values import DOCUMENT
 from lowtide.data.cache.cached_map import map_cached, reading
 from lowtide.data.cache.fingerprint import combine, rows_fingerprint
 from lowtide.data.encode.tagged_rows import NOTED_TAGS, TAG_FEATURES, TagEncoder
 from lowtide.data.formats.columns import check_read
 from lowtide.data.formats.tagged import TagFormat, detect_tags, label_names
 from lowtide.data.options import TagOptions
+from lowtide.data.report.doubts import DOUBT_NOTES, warn_of_absent_labels, warn_of_doubts
 from lowtide.data.report.ledger import Ledger, padding_share
 from lowtide.data.report.row_stats import add_up, warn_of_dropped
 from lowtide.data.sources.stream import map_stream
@@ -76,6 +78,7 @@ def prepare_tags(
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in statistics.rows_dropped.items())
         raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). Look at its labels.")
     warn_of_dropped(source, statistics)
+    warn_of_doubts(source, statistics.doubts, statistics.kept)
     ledger = statistics.ledger(
         name=name,
         batch_size=batch_size,
@@ -85,12 +88,15 @@ def prepare_tags(
     if statistics.numbers is not None:
         prepared = prepared.select(statistics.numbers)
     prepared = prepared.select_columns(list(TAG_FEATURES))
-    return prepared, replace(ledger, scored_by_label=_scored_by_label(prepared, options.labels))
+    ledger = replace(ledger, scored_by_label=_scored_by_label(prepared, options.labels))
+    if name == "train" and DOCUMENT not in first_row:
+        warn_of_absent_labels(source, ledger.scored_by_label or {})
+    return prepared, ledger
 
 
 def _map(rows: Dataset, encoder: TagEncoder, options: TagOptions, tags: TagFormat, name: str) -> Dataset:
     known = rows_fingerprint(rows, encoder.tokenizer, options, options.truncation)
-    fingerprint = combine("tags", known, *tags.columns, tags.names)
+    fingerprint = combine("tags", known, *tags.columns, tags.names, *DOUBT_NOTES)
     features: Features = NOTED_TAGS
     return map_cached(rows, encoder, features=features, fingerprint=fingerprint, num_proc=options.num_proc, name=name)
 

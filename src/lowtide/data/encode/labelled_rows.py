@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,8 +21,11 @@ from lowtide.data.formats.labels import numbers_of, shown_labels
 from lowtide.data.formats.reading import RowPlace
 from lowtide.data.formats.token_columns import attended_range, is_token_list
 from lowtide.data.options import LabelOptions
+from lowtide.data.report.doubts import DOUBT_NOTES, NO_DOUBT, Doubt, doubt_of_mask
 from lowtide.data.report.row_stats import NOTES
 from lowtide.ragged import SECOND_TEXT
+
+logger = logging.getLogger(__name__)
 
 TYPES = "token_type_ids"
 Tokens = list[int]
@@ -47,7 +51,9 @@ class LabelEncoder:
         several = options.problem == MULTIPLE or (options.problem == REGRESSION and labels.is_list)
         columns = {IDS: List(Value("int32")), LABEL: List(of_label) if several else of_label, NUMBER: Value("int64")}
         self.features = Features({**columns, **({SECOND_TEXT: Value("int32")} if self.tells_apart else {})})
-        self.noted = Features({**self.features, **NOTES})
+        self.noted = Features({**self.features, **NOTES, **DOUBT_NOTES})
+        if not labels.is_tokenized:
+            self._check_places(source)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]], numbers: Sequence[int]) -> pa.Table:
         """Noted rows of a batch of columns, whose rows have these numbers in the dataset.
@@ -58,8 +64,9 @@ class LabelEncoder:
         place = RowPlace(self.source, numbers)
         labels = [self._label(each, index, place) for index, each in enumerate(batch[self.labels.label])]
         types: list[Tokens] | None = None
+        doubts = [NO_DOUBT] * len(labels)
         if self.labels.is_tokenized:
-            tokens, lengths = self._tokenized(batch[IDS], batch.get("attention_mask"), place)
+            tokens, lengths, doubts = self._tokenized(batch[IDS], batch.get("attention_mask"), place)
         else:
             tokens, types, lengths = self._encoded(self._texts(batch, place))
         for index, each in enumerate(tokens):
@@ -80,10 +87,28 @@ class LabelEncoder:
                 "cut": pa.array(lengths - kept, pa.int32()),
                 "dropped": pa.array(np.zeros(len(tokens)), pa.int8()),
                 "merged": pa.array(np.zeros(len(tokens), dtype=bool)),
+                "doubts": pa.array(doubts, pa.int16()),
+                "row": pa.array(numbers, pa.int64()),
             }
         )
 
     # -- texts ---------------------------------------------------------------------------------------------------------
+
+    def _check_places(self, source: str) -> None:
+        """Refuses a limit that leaves a text no token, and says where it leaves one."""
+        most = self.options.max_length
+        if most is None:
+            return
+        special = self.tokenizer.num_special_tokens_to_add(pair=len(self.labels.texts) > 1)
+        places, least = most - special, len(self.labels.texts)
+        if places < least:
+            raise ValueError(
+                f"max_length={most} leaves {max(places, 0)} places beside the {special} special tokens of "
+                f"{type(self.tokenizer).__name__}, and {least} text{'s' if least > 1 else ''} of a row need one each: "
+                "raise max_length"
+            )
+        if places == least:
+            logger.warning("%s: max_length=%s keeps one token of a text: raise it to have more", source, most)
 
     def _texts(self, batch: Mapping[str, Sequence[Any]], place: RowPlace) -> list[list[str]]:
         """The texts of the rows, a list for each column."""
@@ -122,22 +147,24 @@ class LabelEncoder:
 
     def _tokenized(
         self, rows: Sequence[Any], masks: Sequence[Any] | None, place: RowPlace
-    ) -> tuple[list[Tokens], np.ndarray]:
-        kept, lengths = [], []
+    ) -> tuple[list[Tokens], np.ndarray, list[Doubt]]:
+        kept, lengths, doubts = [], [], []
         for index, row in enumerate(rows):
             if not is_token_list(row):
                 raise place.error(index, f"{IDS!r} is {describe(row)}; it must be a list of token ids.")
             mask = None if masks is None else masks[index]
             try:
-                tokens = row[attended_range(mask, "attention_mask", len(row))]
+                attended = attended_range(mask, "attention_mask", len(row))
             except ValueError as problem:
                 raise place.error(index, problem) from None
+            tokens = row[attended]
+            doubts.append(doubt_of_mask(row, attended, self.tokenizer.pad_token_id))
             wrong = next((each for each in tokens if not 0 <= each < self.vocab_size), None)
             if wrong is not None:
                 raise place.error(index, f"token id {wrong} is none of the model's {self.vocab_size:,}.")
             kept.append(tokens[: self.options.max_length])
             lengths.append(len(tokens))
-        return kept, np.array(lengths, dtype=np.int64)
+        return kept, np.array(lengths, dtype=np.int64), doubts
 
     # -- labels --------------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ the row's tokens; token ids without a token that ends them. A number and the fir
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntFlag
 from typing import Any
 
@@ -34,6 +34,8 @@ class Doubt(IntFlag):
     NOT_SHOWN = 32
     EMPTY_THOUGHT = 64
     SEVERAL_TURNS = 128
+    EMPTY_WORD = 256
+    MASKED = 512
 
 
 NO_DOUBT = Doubt(0)
@@ -54,6 +56,10 @@ SAID = {
     "{'enable_thinking': False}.",
     Doubt.SEVERAL_TURNS: "a completion is not one message of the assistant alone, and it is taken as the chat template "
     "writes the whole conversation, and not as it is generated. Keep the messages that both sides have in the prompt.",
+    Doubt.EMPTY_WORD: "a word with a label is empty, or the tokenizer gives it no token, and nothing is learned of its "
+    "label. Remove such words with their labels.",
+    Doubt.MASKED: "'attention_mask' leaves out tokens at an end that are no padding token, and the model does not see "
+    "them. Remove the column 'attention_mask' if that is not meant.",
     Doubt.NO_END: "no token ends the completion or the text, and the model does not learn to stop: rows that are token "
     "ids get no end token. Put the tokenizer's end token after them.",
 }
@@ -153,3 +159,24 @@ def warn_of_doubts(source: str, found: Found, kept: int) -> None:
     for doubt, (count, first) in found.items():
         if doubt is not Doubt.NO_END or count == kept:
             logger.warning("%s: in %s of %s rows (the first is row %s) %s", source, count, kept, first, SAID[doubt])
+
+
+def doubt_of_mask(tokens: Sequence[int], attended: slice, padding: Any) -> Doubt:
+    """Whether a mask, which attends to this range of a row's tokens, leaves out others than padding."""
+    left_out = {*tokens[: attended.start], *tokens[attended.stop :]}
+    return Doubt.MASKED if left_out - {padding} else NO_DOUBT
+
+
+def warn_of_absent_labels(source: str, rows_by_label: Mapping[str, int]) -> None:
+    """Says which labels no row of a dataset has, of those that a classifier is to tell apart."""
+    absent = [name for name, rows in rows_by_label.items() if not rows]
+    if absent:
+        named = ", ".join(absent[:12]) + (", ..." if len(absent) > 12 else "")
+        logger.warning(
+            "%s: nothing has %s of the %s labels (%s), so that the model only learns not to give them. Look whether "
+            "labels and rows belong together.",
+            source,
+            len(absent),
+            len(rows_by_label),
+            named,
+        )

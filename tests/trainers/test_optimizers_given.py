@@ -222,7 +222,7 @@ def test_a_model_with_nothing_to_train_is_refused(tmp_path):
     message = r"loaded for use only: .*PeftModel\.from_pretrained\(base_model, folder, is_trainable=True\)"
     with pytest.raises(ValueError, match=message):
         trainer(PeftModel.from_pretrained(build("SFT", 64), tmp_path / "adapters"))
-    with pytest.raises(ValueError, match="has adapters already and a `peft_config` came with it"):
+    with pytest.raises(ValueError, match="has adapters already, and new ones are asked for"):
         trainer(str(tmp_path / "adapters"), peft_config=LORA)
     trainer(PeftModel.from_pretrained(build("SFT", 64), tmp_path / "adapters", is_trainable=True)).train()
 

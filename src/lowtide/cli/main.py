@@ -19,6 +19,7 @@ from lowtide.compat.argparse import options_of
 from lowtide.memory.allocators.settings import expand_segments, without_thread_cache
 from lowtide.methods import METHODS
 from lowtide.process.deferred_imports import defer_imports
+from lowtide.process.ways_out import by_command
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.signals import stopping_at_once
@@ -63,8 +64,9 @@ def _status_of(words: Sequence[str]) -> int:
             given = import_module("lowtide.cli.training.launch").prepare(given)
         if given[:1] == ["check"]:
             given = import_module("lowtide.cli.check").with_method(given)
-        arguments = parse(given)
-        return arguments.run(arguments)
+        with by_command():
+            arguments = parse(given)
+            return arguments.run(arguments)
     except SystemExit as exit:  # --help and --version
         return exit.code if isinstance(exit.code, int) else 0
     except KeyboardInterrupt as error:

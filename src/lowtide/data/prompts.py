@@ -24,6 +24,7 @@ from lowtide.data.encode.images import ImageExpander, fingerprint_of_processor
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_media
 from lowtide.data.formats.images import IMAGE_COLUMNS, in_parts, of_prompt, shows_images, shows_part, undecoded
+from lowtide.process.ways_out import in_python
 from lowtide.spelling import nearest
 
 PROMPT = "prompt"
@@ -53,8 +54,8 @@ class PromptEncoder:
         if shows_part(prompt):
             raise ValueError(
                 f"{self.where(row)}: the prompt shows an image, and prompts are read as text here. Images need a "
-                "vision-language model, its processor (saved beside it; in Python: as processing_class), and a data "
-                "set whose first row shows one too, or has the column 'images', which may be empty"
+                f"vision-language model, its processor (saved beside it{in_python('; or as processing_class')}), and a "
+                "data set whose first row shows one too, or has the column 'images', which may be empty"
             )
         return self.cut(self.whole(prompt, row))
 

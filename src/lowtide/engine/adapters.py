@@ -16,6 +16,7 @@ from torch import nn
 from lowtide.compat.peft import adapter_active, same_weights_trained
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import Head
+from lowtide.process.ways_out import in_python
 
 PLAIN_STARTS = (True, False, "gaussian", "orthogonal")
 """What `init_lora_weights` may be for adapters that begin beside the base; others change the base, or look at data."""
@@ -56,7 +57,8 @@ def check_second_adapter(peft_config: Any) -> None:
         found = "there is none" if peft_config is None else f"it is a {type(peft_config).__name__}"
         raise ValueError(
             "value_adapter=True gives the value function a LoRA adapter beside the policy's, on one frozen base: set "
-            f"use_peft=True (in Python: pass a LoraConfig as `peft_config`; {found}), or leave value_adapter out"
+            f"use_peft=True{in_python(f', or pass a LoraConfig as `peft_config` ({found})')}, or "
+            "leave value_adapter out"
         )
     if not leaves_base(peft_config):
         raise ValueError(

@@ -26,6 +26,7 @@ from lowtide.memory.options import TWO_PASS
 from lowtide.memory.technique import Choosing, Site, Technique
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.target import has_triton, kind_of, target_of
+from lowtide.process.ways_out import in_python
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ def _streamed(site: Site) -> Callable[[], Any]:
 def _base_refused(site: Site) -> str | None:
     compares = hasattr(site.options, "ref_model_storage")
     if not compares and all(parameter.requires_grad for parameter in site.model.parameters()):
-        remedy = "set use_peft=True (in Python: pass a `peft_config`), or take trained_weights='stream'"
+        remedy = f"set use_peft=True{in_python(' (or pass a `peft_config`)')}, or take trained_weights='stream'"
         return f"all weights are trained: {remedy}"
     return COMPILED if site.options.torch_compile else None
 

@@ -23,6 +23,7 @@ from lowtide.methods.shared.paper import Paper
 from lowtide.methods.shared.perplexity import with_perplexity
 from lowtide.methods.shared.rows import Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, option
+from lowtide.process.ways_out import in_python
 from lowtide.score_rules import ScoreRule
 
 logger = logging.getLogger(__name__)
@@ -183,6 +184,13 @@ def _warn_of_masks(options: Any) -> None:
         )
 
 
+BY_HAND = (
+    "name one of its vocabulary (tokenizer.mask_token = ...), add one (tokenizer.add_special_tokens({'mask_token': "
+    "'[MASK]'}), model.resize_token_embeddings(len(tokenizer)))"
+)
+"""How a script gives a tokenizer a mask token."""
+
+
 def _check_mask_token(tokenizer: PreTrainedTokenizerBase, options: Any) -> None:
     """Refuses a tokenizer without the token that masks are made of.
 
@@ -192,9 +200,7 @@ def _check_mask_token(tokenizer: PreTrainedTokenizerBase, options: Any) -> None:
     if tokenizer.mask_token_id is None and options.mask_replace_prob:
         raise ValueError(
             f"the tokenizer ({type(tokenizer).__name__}) has no mask token, which would stand in the place of masked "
-            "tokens: name one of its vocabulary (tokenizer.mask_token = ...), add one "
-            "(tokenizer.add_special_tokens({'mask_token': '[MASK]'}), model.resize_token_embeddings(len(tokenizer))), "
-            "or set mask_replace_prob=0"
+            f"tokens: {in_python(BY_HAND, 'save it with one (mask_token)')}, or set mask_replace_prob=0"
         )
 
 

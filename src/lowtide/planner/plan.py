@@ -447,8 +447,7 @@ ADVICE = {
     "weights": "It needs a smaller model, or a device with more memory",
     "gradients": "It needs a smaller model, adapters (use_peft), or a device with more memory",
     "optimizer": "It needs a smaller model, adapters (use_peft), or a device with more memory",
-    "reference": "It needs new adapters (use_peft), whose reference is the model without them, or precomputed "
-    "log-probs, where the method has precompute_ref_log_probs",
+    "reference": "It needs new adapters (use_peft), whose reference is the model without them",
     "activations": "It needs shorter rows (max_length), a smaller model, or a device with more memory",
     "keys": "It needs shorter rows (max_length), or a device with more memory",
     "head": "It needs shorter rows (max_length), a smaller vocabulary, or a device with more memory",

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
 from lowtide.parsing import parse_json
+from lowtide.process.ways_out import in_python
 from lowtide.rollout.readable import readable
 from lowtide.rollout.tools import Schema
 
@@ -214,7 +215,8 @@ class Turns:
             raise ValueError(
                 f"the chat template writes a tool call as {text[:200]!r}, which "
                 f"{'its response_template' if self._read_by_template else 'the default reader'} does not read as one: "
-                "set `tokenizer.response_template` to one that does (transformers' guide to response parsing)"
+                f"set {in_python('`tokenizer.response_template`', 'response_template in its tokenizer_config.json')} "
+                "to one that does (transformers' guide to response parsing)"
             )
 
     def _turn(self, asked: list[Message], called: Message, prompt: list[int]) -> list[int]:

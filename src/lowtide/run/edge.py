@@ -18,7 +18,7 @@ TO_DO = {
     "adapters), or take a smaller model",
     "making the adapters": "Lower their rank `r`, name fewer `target_modules`, or load the base in bfloat16",
     "making the reference": "A frozen copy of the model does not fit: train new adapters (use_peft=True), whose "
-    "reference is the model without them, or set precompute_ref_log_probs=True, where the method has it",
+    "reference is the model without them",
     "preparing the dataset": "Lower `dataset_num_proc`, read the rows as a stream, or take fewer of them",
     "precomputing the reference": "Lower `precompute_ref_batch_size`, or set `tokens_per_microbatch`",
     "making the trainer": "Take a smaller model, adapters, or an optimizer that keeps less",
@@ -36,11 +36,12 @@ START_AGAIN = "Look at what that rank printed, and start again"
 
 
 @contextlib.contextmanager
-def out_of_memory_while(doing: str) -> Iterator[None]:
+def out_of_memory_while(doing: str, *, or_else: str = "") -> Iterator[None]:
     """Names what was done and what to do where memory runs out, on the device or on the host.
 
     Args:
         doing: of `TO_DO`.
+        or_else: what else can be done, of which not every run has the option.
 
     Raises:
         OutOfMemory: memory ran out.
@@ -54,7 +55,7 @@ def out_of_memory_while(doing: str) -> Iterator[None]:
         drop_frames(error)
         text = first_line(error)
     free_caches()
-    raise OutOfMemory(f"out of memory while {doing}: {text}. {TO_DO[doing]}") from None
+    raise OutOfMemory(f"out of memory while {doing}: {text}. {TO_DO[doing]}{or_else}") from None
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from lowtide.memory.allocators.host_heap import settle_heap
 from lowtide.memory.allocators.out_of_memory import is_out_of_memory
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.target import kind_of
+from lowtide.process.ways_out import in_python
 from lowtide.ranks.pipeline import Pipeline
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.sharding import Sharding
@@ -251,7 +252,8 @@ def check_trained(model: nn.Module) -> None:
                 "change nothing: call its unmerge_adapter() before, or merge_and_unload() to train the model itself"
             )
         return
-    remedy = "set use_peft=True, or in Python: pass a `peft_config`, or call requires_grad_(True) on what is to train"
+    by_hand = in_python(", or pass a `peft_config`, or call requires_grad_(True) on what is to train")
+    remedy = f"set use_peft=True{by_hand}"
     if has_adapters(model):
         remedy = (
             "its adapters were loaded for use only: load them with PeftModel.from_pretrained(base_model, folder, "

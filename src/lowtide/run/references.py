@@ -104,13 +104,19 @@ class ReferenceMaker:
         """Whether the policy itself is the reference, whose log-probabilities are computed before it is trained."""
         return getattr(self.args, "precompute_ref_log_probs", False) and self.args.optim not in OPTIMIZERS
 
-    @out_of_memory_while("making the reference")
     def make(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
         """The reference of a model on which the engine is installed; the model that was passed is let go.
 
         Raises:
+            OutOfMemory: it does not fit.
             ValueError: it cannot be the reference, or options do not go with it; says what to do.
         """
+        precomputes = hasattr(self.args, "precompute_ref_log_probs")
+        or_else = ", or set precompute_ref_log_probs=True" if precomputes else ""
+        with out_of_memory_while("making the reference", or_else=or_else):
+            return self._made(model, tokenizer, engine)
+
+    def _made(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
         args, requested = self.args, self.requested
         how: dict[str, Any] = {"padding_free": engine.padding_free, "temperature": self.temperature}
         if hasattr(model, "disable_adapter") and requested is None:

@@ -19,6 +19,7 @@ from lowtide.engine.probe import probe
 from lowtide.engine.vision import encodes_images
 from lowtide.engine.weights.loading import load_model
 from lowtide.engine.weights.model_init import config_init, model_init
+from lowtide.process.ways_out import in_python
 from lowtide.run.engine import Engine, prompts_unlike
 from lowtide.run.inputs.arguments import check_kind
 from lowtide.run.inputs.loading import model_name
@@ -30,11 +31,6 @@ from lowtide.run.references import (
     trained_beyond_adapters,
 )
 from lowtide.run.streamed_weights import check_before_loading, loaded_on_host
-
-MISSING = (
-    "there is no teacher: set teacher_model_name_or_path, or in Python: pass a model as `teacher_model`. With "
-    "adapters (use_peft=True, or `peft_config`) the model without them can be the teacher"
-)
 
 
 def teacher_init(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +80,11 @@ class TeacherMaker(ReferenceMaker):
             ValueError: there is none, its tokens are others than the student's, or options do not go with it.
         """
         if self._is_copied(model):
-            raise ValueError(MISSING)
+            raise ValueError(
+                "there is no teacher: set teacher_model_name_or_path"
+                f"{in_python(', or pass a model as `teacher_model`')}. With adapters (use_peft=True"
+                f"{in_python(', or `peft_config`')}) the model without them can be the teacher"
+            )
         return super().make(model, tokenizer, engine)
 
     def arrived(self, model: nn.Module, peft_config: Any) -> None:
@@ -99,14 +99,15 @@ class TeacherMaker(ReferenceMaker):
         if beyond is not None:
             raise ValueError(
                 f"{beyond} is trained and no part of the adapters, so that the student without them is no fixed "
-                "teacher: set teacher_model_name_or_path (in Python: or pass a `teacher_model`), or train adapters "
-                "alone (bias='none')"
+                f"teacher: set teacher_model_name_or_path{in_python(' (or pass a `teacher_model`)')}, or train "
+                "adapters alone (bias='none')"
             )
         if peft_config is not None and not leaves_base(peft_config):
             raise ValueError(
                 f"making these adapters (init_lora_weights={peft_config.init_lora_weights!r}) changes the model's own "
                 "weights, so that the student without them is not the model that was to teach it: name that by "
-                "teacher_model_name_or_path (in Python: or pass it as `teacher_model`), or leave init_lora_weights out"
+                f"teacher_model_name_or_path{in_python(' (or pass it as `teacher_model`)')}, or leave "
+                "init_lora_weights out"
             )
 
     def _runs(self, frozen: nn.Module, engine: Engine) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from lowtide.memory.technique import Site
 from lowtide.methods.method import EXPERTS, Labels, Method, Objective, Scorer
 from lowtide.methods.shared.rows import Preparation, Prepared
 from lowtide.ops.attention.piece_keys import KeyPlace
+from lowtide.process.ways_out import in_python
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_rows import check_same_rows
 from lowtide.run.edge import out_of_memory_while
@@ -223,7 +224,7 @@ class TrainingRun:
         if not adapted and inputs.adapts and not others:
             raise ValueError(
                 "base_weights='stream' streams weights that are not trained, and this run trains all of them: set "
-                "use_peft=True (in Python: pass a `peft_config`), or leave base_weights out"
+                f"use_peft=True{in_python(' (or pass a `peft_config`)')}, or leave base_weights out"
             )
         init = model_init(
             cast(dict, args.model_init_kwargs),
@@ -482,8 +483,9 @@ def adapters_of(method: Method, args: Any, peft_config: Any, new_modules: Sequen
     says_another = task not in (None, LanguageModel.task_type)
     if says_another and task != method.head.task_type:
         logger.warning(
-            f"the peft_config's task_type={getattr(task, 'value', task)!r} is saved with the adapters, by which others "
-            f"load another model than the one that is trained: take {method.head.task_type!r}, or leave it out"
+            f"the adapters' {in_python('', 'lora_')}task_type={getattr(task, 'value', task)!r} is saved with the "
+            "adapters, by which others load another model than the one that is trained: take "
+            f"{method.head.task_type!r}, or leave it out"
         )
     if method.head is LanguageModel or says_another or method.head.new_module in known:
         return peft_config

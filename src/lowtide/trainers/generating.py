@@ -23,6 +23,7 @@ from lowtide.data.batches.values import PLACE
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.targets import write_targets
+from lowtide.process.ways_out import in_python
 from lowtide.ragged import RaggedBatch
 from lowtide.run.edge import edge
 from lowtide.score_rules import IGNORE, ShiftedRight
@@ -74,7 +75,7 @@ class GeneratingTrainer(MethodTrainer):
         if args.generation_metrics and find_spec("evaluate") is None:
             raise ValueError(
                 f"generation_metrics={args.generation_metrics} requires the package `evaluate`: pip install evaluate "
-                "rouge_score sacrebleu nltk; or in Python: pass a function as `compute_metrics`"
+                f"rouge_score sacrebleu nltk{in_python('; or pass a function as `compute_metrics`')}"
             )
 
     def _set_generation(self) -> None:

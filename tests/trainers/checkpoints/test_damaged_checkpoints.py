@@ -115,7 +115,7 @@ def test_training_goes_on_from_the_last_whole_one_and_says_so(copied, run, tmp_p
     again = small(copied)
     again.train(resume_from_checkpoint=True)
     assert again.resumption.folder == str(copied / "checkpoint-2")
-    assert "passed over, since it is damaged: checkpoint-4 (optimizer.pt: it has" in caplog.text
+    assert "passed over: checkpoint-4 (optimizer.pt: it has" in caplog.text
     expected = small(tmp_path / "expected")
     expected.train(resume_from_checkpoint=str(run / "checkpoint-2"))
     assert_same(weights(again), weights(expected))
@@ -124,7 +124,9 @@ def test_training_goes_on_from_the_last_whole_one_and_says_so(copied, run, tmp_p
 
 def test_a_damaged_one_that_is_named_is_refused(copied):
     break_file(copied / "checkpoint-4" / "scheduler.pt", "garbage")
-    with pytest.raises(ValueError, match=r"checkpoint-4 is damaged: scheduler\.pt: .* resume_without_states=True"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-4 cannot be resumed from: scheduler\.pt: .* resume_without_states=True"
+    ):
         small(copied).train(resume_from_checkpoint=str(copied / "checkpoint-4"))
     told = small(copied, resume_without_states=True)
     told.train(resume_from_checkpoint=str(copied / "checkpoint-4"))
@@ -171,7 +173,7 @@ def test_a_best_model_that_is_damaged_by_then_is_said(copied):
     trainer.state.best_model_checkpoint = str(copied / "checkpoint-2")
     break_file(copied / "checkpoint-2" / "model.safetensors", "truncated")
     with pytest.raises(
-        ValueError, match=r"the best model cannot be loaded, since .*checkpoint-2 is damaged: model\.safe"
+        ValueError, match=r"the best model cannot be loaded, since .*checkpoint-2 is not whole: model\.safe"
     ):
         trainer._load_best_model()
 

@@ -256,7 +256,7 @@ def test_a_teacher_with_too_few_tokens_is_refused(tmp_path):
 def test_no_teacher_is_refused(tmp_path):
     with pytest.raises(
         ValueError,
-        match="there is no teacher: set teacher_model_name_or_path, or in Python: pass a model as `teacher_model`",
+        match="there is no teacher: set teacher_model_name_or_path, or pass a model as `teacher_model`",
     ):
         distilling(tmp_path, arguments={"teacher_model": None})
 

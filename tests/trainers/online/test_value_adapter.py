@@ -294,7 +294,7 @@ def test_adapters_of_other_kinds_of_lora(given, tmp_path):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        (None, r"value_adapter=True .*set use_peft=True .*pass a LoraConfig as `peft_config`; there is none"),
+        (None, r"value_adapter=True .*set use_peft=True, or pass a LoraConfig as `peft_config` \(there is none"),
         (IA3Config(target_modules=["v_proj"], feedforward_modules=[]), r"pass a LoraConfig.*it is a IA3Config"),
         (lora(init_lora_weights="pissa"), r"init_lora_weights='pissa' is made for one"),
     ],

@@ -27,12 +27,14 @@ from lowtide.data.formats.reading import RowPlace
 from lowtide.data.formats.tagged import IDS, TagFormat, label_numbers
 from lowtide.data.formats.token_columns import attended_range
 from lowtide.data.options import TagOptions
+from lowtide.data.report.doubts import DOUBT_NOTES, NO_DOUBT, Doubt, doubt_of_mask
 from lowtide.data.report.row_stats import NOTES
+from lowtide.process.ways_out import in_python
 
 TAG_FEATURES = Features({**TOKEN_FEATURES, WORDS: List(Value("int32")), DOCUMENT: Value("int32")})
 """`words`: at the first piece of a word that is scored in this window, the word's number in its row; elsewhere -1.
 `document`: the number of the row."""
-NOTED_TAGS = Features({**TAG_FEATURES, **NOTES})
+NOTED_TAGS = Features({**TAG_FEATURES, **NOTES, **DOUBT_NOTES})
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Window:
     document: int
     cut: int = 0
     """Tokens of the row that are in no window."""
+    doubt: Doubt = NO_DOUBT
 
 
 class TagEncoder:
@@ -73,8 +76,8 @@ class TagEncoder:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"{type(tokenizer).__name__} does not say which word a token is of, as fast tokenizers do "
-                "(`word_ids`): load it with AutoTokenizer.from_pretrained(..., use_fast=True), or give rows of "
-                "`input_ids` and `labels`"
+                f"(`word_ids`): {in_python('load', 'save')} it with AutoTokenizer.from_pretrained(..., use_fast=True), "
+                "or give rows of `input_ids` and `labels`"
             )
         self.stride = self._own_stride()
         self.spaced = self._keeps_spaces()
@@ -154,12 +157,14 @@ class TagEncoder:
                 kept = attended_range(mask, "attention_mask", len(tokens))
             except ValueError as problem:
                 raise place.error(index, problem) from None
+            doubt = doubt_of_mask(tokens, kept, self.tokenizer.pad_token_id)
             tokens, own = tokens[kept], own[kept]
             wrong = next((each for each in tokens if not 0 <= each < self.vocab_size), None)
             if wrong is not None:
                 raise place.error(index, f"token id {wrong} is none of the model's {self.vocab_size:,}.")
             length = len(tokens) if self.options.max_length is None else min(len(tokens), self.options.max_length)
-            yield Window(tokens[:length], own[:length], range(length), place.numbers[index], cut=len(tokens) - length)
+            cut = len(tokens) - length
+            yield Window(tokens[:length], own[:length], range(length), place.numbers[index], cut, doubt)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
@@ -176,8 +181,9 @@ class TagEncoder:
             windows = [*group]
             of_words = [_numbers_of_words(found.word_ids(window)) for window in windows]
             own = np.asarray(labels[row], dtype=np.int64)
+            doubt = _doubt_of(texts[row], own, of_words)
             for window, placed in zip(windows, self._placed(of_words, own), strict=False):
-                yield Window(found[IDS][window], *placed[:2], numbers[row], placed[2])
+                yield Window(found[IDS][window], *placed[:2], numbers[row], placed[2], doubt)
 
     def _placed(
         self, of_words: list[np.ndarray], labels: Int[np.ndarray, " words"]
@@ -245,6 +251,15 @@ def _in_window(words: np.ndarray, labels: np.ndarray, marks: np.ndarray) -> tupl
     return whole_labels.tolist(), whole_marks.tolist()
 
 
+def _doubt_of(words: list[str], labels: Int[np.ndarray, " words"], of_words: list[np.ndarray]) -> Doubt:
+    """Whether a word with a label is empty, or has no token among those of the row's windows."""
+    present = np.unique(np.concatenate(of_words))
+    last = present[-1] if len(present) else -1
+    lost = np.array([not word.strip() for word in words], dtype=bool)
+    lost[:last] |= ~np.isin(np.arange(max(last, 0)), present)
+    return Doubt.EMPTY_WORD if (lost & (labels != IGNORED)).any() else NO_DOUBT
+
+
 def _list_of(kind: type, values: Any, name: str, index: int, place: RowPlace) -> list:
     if not isinstance(values, list) or not all(isinstance(each, kind) for each in values):
         what = "words, each a text" if kind is str else "token ids"
@@ -271,5 +286,7 @@ def _table(windows: list[Window]) -> pa.Table:
             "cut": pa.array(np.where(dropped == 0, cut, lengths + cut), pa.int32()),
             "dropped": pa.array(dropped, pa.int8()),
             "merged": pa.array(np.zeros(len(windows), dtype=bool)),
+            "doubts": pa.array([each.doubt for each in windows], pa.int16()),
+            "row": pa.array([each.document for each in windows], pa.int64()),
         }
     )

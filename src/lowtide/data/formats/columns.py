@@ -11,6 +11,7 @@ from typing import Any
 
 from lowtide.data.formats.conversation import quoted
 from lowtide.data.formats.reading import RowFormat
+from lowtide.process.ways_out import in_python
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def check_media(columns: Sequence[str], source: str, why: str = "text models are
         raise ValueError(
             f"{source} has the column {quoted(media)}, and {why}: the rows would lose what they are "
             "about. Rows that are vision-related are for a vision-language model. If the text stands without it, "
-            "remove the column (dataset.remove_columns, or `columns` of `datasets` in a run file)."
+            f"remove the column ({in_python('dataset.remove_columns, or ')}`columns` of `datasets` in a run file)."
         )
 
 

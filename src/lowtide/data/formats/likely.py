@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Sequence
 
+from lowtide.process.ways_out import in_python
+
 WORDS: dict[str, set[str]] = {
     "prompt": {"prompt", "question", "query", "instruction", "input", "user", "human", "request", "problem", "asked"},
     "completion": {"completion", "answer", "response", "reply", "output", "assistant", "bot", "gpt", "solution"},
@@ -45,7 +47,7 @@ def proposal(columns: Sequence[str], *formats: Sequence[str]) -> str:
             mapping = ", ".join(f"{name}: {json.dumps(source, ensure_ascii=False)}" for name, source in found.items())
             return (
                 f" If their names say what they hold: columns: {{{mapping}}} in a run file, --columns "
-                f"'{json.dumps(found, ensure_ascii=False)}', or in Python dataset.rename_columns({renamed})."
+                f"'{json.dumps(found, ensure_ascii=False)}'{in_python(f', or dataset.rename_columns({renamed})')}."
             )
     return ""
 

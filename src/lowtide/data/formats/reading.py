@@ -21,6 +21,7 @@ from lowtide.data.formats.likely import proposal
 from lowtide.data.formats.samples import ChatSample, Sample, TextSample, TokenSample, text_of
 from lowtide.data.formats.token_columns import TOKEN_COLUMNS, read_tokens
 from lowtide.parsing import parse_json
+from lowtide.process.ways_out import in_python
 
 __all__ = ["ChatSample", "RowFormat", "RowPlace", "Sample", "TextSample", "TokenSample", "detect_format"]
 
@@ -105,7 +106,7 @@ def detect_format(
         f"{source} has the columns {quoted(columns)}, and none of these is among them: {text_field!r} "
         "(dataset_text_field), 'messages', 'conversations', 'prompt' with 'completion', 'instruction' with 'output', "
         "'input_ids'. "
-        "Rename the columns, set dataset_text_field, or in Python: pass a formatting_func."
+        f"Rename the columns, or set dataset_text_field{in_python(', or pass a formatting_func')}."
         + proposal(columns, ("prompt", "completion"), ("messages",), ("text",))
     )
 

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from lowtide.compat.torch import without_modes
 from lowtide.engine.heads.head import is_one_of
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.process.ways_out import in_python
 from lowtide.score_rules import ShiftedRight
 
 KNOWN = frozenset(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values())
@@ -61,8 +62,9 @@ class SequenceToSequence(LanguageModel):
             which = "decoder_start_token_id" if inner.config.decoder_start_token_id is None else "pad_token_id"
             raise ValueError(
                 f"the config of {type(model).__name__} has no {which}, and its decoder is given targets behind "
-                "decoder_start_token_id, with pad_token_id where a token is not scored: set model.config."
-                f"{which}; T5 starts targets with its padding token, BART with its end token"
+                "decoder_start_token_id, with pad_token_id where a token is not scored: set "
+                f"{in_python('model.config.')}{which}{in_python('', ' in its config.json')}; T5 "
+                "starts targets with its padding token, BART with its end token"
             )
         return ShiftedRight(start, inner.config.pad_token_id)
 

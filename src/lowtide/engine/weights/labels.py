@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from lowtide.process.ways_out import in_python
+
 logger = logging.getLogger(__name__)
 UNNAMED = "LABEL_"
 """How transformers calls labels whose names it is not told."""
@@ -57,8 +59,9 @@ def name_labels(model: Any, labels: Sequence[str]) -> None:
     if len(own) != len(labels):
         raise ValueError(
             f"the model has {len(own)} labels and the rows have {len(labels)} ({', '.join(labels[:12])}"
-            f"{', ...' if len(labels) > 12 else ''}): load it with num_labels={len(labels)}, or pass its name; or "
-            "correct the row, if a label is wrong"
+            f"{', ...' if len(labels) > 12 else ''}): "
+            f"{in_python(f'load it with num_labels={len(labels)}, or pass its name; or ')}correct the row, if a label "
+            "is wrong"
         )
     if not all(name.startswith(UNNAMED) for name in own):
         logger.warning(f"the model's labels ({', '.join(own)}) become those of the rows ({', '.join(labels)})")

@@ -35,6 +35,7 @@ from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.places import check_model_place
 from lowtide.engine.weights.quantized import check_torchao
 from lowtide.engine.weights.sharded.shard_files import shards_in
+from lowtide.process.ways_out import in_python
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
         raise
     except Exception as error:  # among them what files that hold no tokenizer lead to
         raise ValueError(
-            f"no tokenizer at {name!r}: save one beside the model, or in Python: pass it as `processing_class` "
+            f"no tokenizer at {name!r}: save one beside the model{in_python(', or pass it as `processing_class`')} "
             f"({'' if isinstance(error, OSError | ValueError) else type(error).__name__ + ': '}{_first_line(error)})"
         ) from error
 
@@ -177,8 +178,8 @@ def adapt(
 
     if has_adapters(model):
         raise ValueError(
-            "the model has adapters already and a `peft_config` came with it: merge them first (`lowtide merge`), or "
-            "leave use_peft out (in Python: `peft_config`) to train those that are there"
+            "the model has adapters already, and new ones are asked for: merge them first (`lowtide merge`), or leave "
+            f"use_peft{in_python(' or `peft_config`')} out to train those that are there"
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
@@ -230,10 +231,10 @@ def _warn_of_values(peft_config: Any, model: PreTrainedModel) -> None:
             getattr(peft_config, "num_virtual_tokens", None) == 0
         ),
         "init_lora_weights='eva' needs the activations of some rows, which are not computed here: the adapters start "
-        "as those of init_lora_weights=True. For EVA's start, in Python: pass a model from peft.get_peft_model on "
+        "as those of init_lora_weights=True. For EVA's start, pass a model from peft.get_peft_model on "
         "which peft.initialize_lora_eva_weights was called": start == "eva",
         "init_lora_weights='lora_ga' needs the gradients of some rows, which are not computed here: the adapters start "
-        "as those of init_lora_weights=True. For LoRA-GA's start, in Python: call PEFT's preprocess_loraga on the "
+        "as those of init_lora_weights=True. For LoRA-GA's start, call PEFT's preprocess_loraga on the "
         "model first": start == "lora_ga" and not gradients_are_noted(model),
         "an AdaLoraConfig trains at its first ranks (init_r) to the end, since ranks are not moved between layers here "
         "(update_and_allocate): take a LoraConfig of that rank": (getattr(peft_config, "peft_type", None) == "ADALORA"),
@@ -259,7 +260,7 @@ def _tell_of_frozen_experts(adapted: nn.Module) -> None:
         share = sum(weights[name].numel() for name in left) / sum(p.numel() for p in weights.values())
         logger.warning(
             f"target_modules='all-linear' leaves routed experts frozen, {share:.0%} of the weights: {', '.join(ends)} "
-            f"are stacks and no linear layers. To train them too, set target_parameters={ends}"
+            f"are stacks and no linear layers. To train them too, set {in_python('', 'lora_')}target_parameters={ends}"
         )
 
 
@@ -274,14 +275,15 @@ def check_trained_whole(peft_config: Any, model: nn.Module) -> None:
         ValueError: names them.
     """
     check_values(peft_config)
+    option = in_python("modules_to_save", "lora_modules_to_save")
     if isinstance(getattr(peft_config, "modules_to_save", None), str):
-        raise ValueError(f"modules_to_save={peft_config.modules_to_save!r} must be a list of names")
+        raise ValueError(f"{option}={peft_config.modules_to_save!r} must be a list of names")
     modules = [name for name, _ in model.named_modules()]
     asked = set(getattr(peft_config, "modules_to_save", None) or ()) - ASKED_BY_PEFT
     missing = sorted(each for each in asked if not any(name.endswith(each) for name in modules))
     if missing:
         raise ValueError(
-            f"modules_to_save names {', '.join(map(repr, missing))}, and {type(model).__name__} has no such module: "
+            f"{option} names {', '.join(map(repr, missing))}, and {type(model).__name__} has no such module: "
             "take the end of a module's name, lm_head or embed_tokens say"
         )
 
@@ -296,8 +298,8 @@ def _with_targets(peft_config: Any, model: PreTrainedModel) -> Any:
         found = _outside_experts(model) or "all-linear"
         which = "all linear layers" if found == "all-linear" else "linear layers outside of experts"
         logger.info(
-            f"the peft_config names no target_modules, and PEFT has no choice for {model.config.model_type}: {which} "
-            f"get adapters (target_modules={found!r})"
+            f"no {in_python('', 'lora_')}target_modules are named, and PEFT has no choice for "
+            f"{model.config.model_type}: {which} get adapters ({in_python('', 'lora_')}target_modules={found!r})"
         )
     peft_config = copy.copy(peft_config)
     peft_config.target_modules = found if isinstance(found, str) else set(found)
@@ -390,5 +392,5 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab: int) -> None:
     if largest >= vocab:
         raise ValueError(
             f"the tokenizer knows ids up to {largest}, the model only {vocab} embeddings: they do not belong "
-            f"together, or call model.resize_token_embeddings({largest + 1}) first"
+            f"together, or {in_python('call', 'save the model after')} model.resize_token_embeddings({largest + 1})"
         )

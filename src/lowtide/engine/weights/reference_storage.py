@@ -45,8 +45,7 @@ def in_host_memory(model: nn.Module, device: torch.device) -> None:
 
     if device.type == "cpu":
         raise ValueError(
-            "ref_model_storage='cpu' keeps the reference in host memory, where the policy is too: leave it at "
-            "'same', or take precompute_ref_log_probs=True, where the method has it, after which none is resident"
+            "ref_model_storage='cpu' keeps the reference in host memory, where the policy is too: leave it at 'same'"
         )
     offloaded = {id(module) for layers in layer_lists(model) for module in layers.modules()}
     for module in model.modules():

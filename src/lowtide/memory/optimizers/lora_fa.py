@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from lowtide.compat.torch import version_of
+from lowtide.process.ways_out import in_python
 
 DELTA = 1e-8
 """Added to the diagonal of `A A'` before it is inverted, as peft does."""
@@ -105,8 +106,8 @@ def why_no_projections(model: nn.Module) -> str | None:
     if pairs:
         return None
     return (
-        "it trains the LoRA adapters of linear layers, and this model has none that are trained: set use_peft=True "
-        "(in Python: pass a `peft_config`), or take optim='adamw_torch_fused'"
+        "it trains the LoRA adapters of linear layers, and this model has none that are trained: set use_peft=True"
+        f"{in_python(' (or pass a `peft_config`)')}, or take optim='adamw_torch_fused'"
     )
 
 

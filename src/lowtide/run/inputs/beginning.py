@@ -23,6 +23,7 @@ from lowtide.engine.weights.loading import load_tokenizer
 from lowtide.engine.weights.new_model import BEGINNING, described_config
 from lowtide.own_files import folder_beside, remove_files
 from lowtide.parsing import parse_json
+from lowtide.process.ways_out import in_python
 
 FOLDER = "beginning"
 """Its name in the output folder."""
@@ -126,7 +127,7 @@ def _tokenizer(args: Any, rows: Any) -> PreTrainedTokenizerBase:
     if name is None or os.path.isfile(name):
         raise ValueError(
             "a model that begins with random weights needs a tokenizer: name one by tokenizer_name, learn one by "
-            "train_tokenizer, or in Python: pass it as `processing_class`"
+            f"train_tokenizer{in_python(', or pass it as `processing_class`')}"
         )
     return load_tokenizer(name, trust_remote_code=args.trust_remote_code)
 

@@ -21,6 +21,7 @@ from lowtide.engine.image_proof import ShownRow
 from lowtide.engine.images import blank_image
 from lowtide.engine.virtual_tokens import prompt_config
 from lowtide.engine.vision import encodes_images, position_rule
+from lowtide.process.ways_out import in_python
 
 IMAGE_MODELS = frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 """Model types that take images beside text."""
@@ -197,6 +198,7 @@ def check_takes_images(
             "data_collator that makes pixels of them"
         )
     raise ValueError(
-        f"{title} has images, and processing_class is a tokenizer, which reads none: save the model's "
-        "processor beside it, or in Python: pass AutoProcessor.from_pretrained(...)"
+        f"{title} has images, and {in_python('processing_class', 'what is saved beside the model')} is a tokenizer, "
+        "which reads none: save the model's processor beside it"
+        f"{in_python(', or pass AutoProcessor.from_pretrained(...)')}"
     )

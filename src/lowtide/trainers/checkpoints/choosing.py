@@ -53,7 +53,7 @@ def named(folder: Path, output_dir: Path, *, without_states: bool = False) -> Ch
     """A checkpoint that was asked for by its folder.
 
     Raises:
-        ValueError: it is none, or it is not whole; says which file is damaged and what to resume from instead.
+        ValueError: it is none, or it is not whole; says which file, why, and what to resume from instead.
     """
     check_is_checkpoint(folder, output_dir)
     found = damage(folder)
@@ -62,7 +62,7 @@ def named(folder: Path, output_dir: Path, *, without_states: bool = False) -> Ch
         hint = "Resume from another checkpoint ('latest' takes the last whole one)"
         if all(is_optional(name) for name in broken):
             hint += ", or go on without these states with resume_without_states=True"
-        raise ValueError(f"{folder} is damaged: {said(broken)}. {hint}")
+        raise ValueError(f"{folder} cannot be resumed from: {said(broken)}. {hint}")
     return Chosen(folder, found)
 
 

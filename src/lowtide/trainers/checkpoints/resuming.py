@@ -146,7 +146,7 @@ class Resuming:
             )
         if lost:
             notes.insert(0, f"resuming from {chosen.folder} without all states ({said(lost)}): {_meaning(left_out)}")
-        passed_over = [f"passed over, since it is damaged: {each}" for each in chosen.passed_over]
+        passed_over = [f"passed over: {each}" for each in chosen.passed_over]
         return Resumption(str(chosen.folder), left_out, (*passed_over, *notes))
 
     def _on_first_rank(self, find: Callable[[], T]) -> T:
@@ -227,7 +227,7 @@ class Resuming:
         found = {name: reason for name, reason in damage(Path(best)).items() if name.endswith((".safetensors", ".bin"))}
         if found:
             raise ValueError(
-                f"the best model cannot be loaded, since {best} is damaged: {said(found)}. The weights of the last "
+                f"the best model cannot be loaded, since {best} is not whole: {said(found)}. The weights of the last "
                 f"step are in {self.trainer.last_checkpoint}"
             )
         in_parts = stage_of(causal_model(model)) is not None or beside_adapters(model) is not None

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.weights.sharded.shard_files import WeightFiles, shards_in
 from lowtide.parsing import parse_json
+from lowtide.process.ways_out import in_python
 from lowtide.ranks.shards import whole_shape
 from lowtide.trainers.checkpoints.beside import beside_adapters, folder_of_other
 from lowtide.trainers.checkpoints.soundness import load_states
@@ -45,8 +46,8 @@ def check_weights(model: Any, folder: Path) -> None:
     if adapters or (found is None and not shards):
         here, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
         raise ValueError(
-            f"{folder} holds {there}, and this run trains {here}: resume with use_peft (in Python: `peft_config`) as "
-            "the run began"
+            f"{folder} holds {there}, and this run trains {here}: resume with use_peft"
+            f"{in_python(' or `peft_config`')} as the run began"
         )
     aliases = {name: names for names in _aliases(model) for name in names}
     if found is not None:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.process.ways_out import in_python
+
 SCALED, SCALES_SCALED = 64, 256
 """Weights that share a scale, and scales that share one."""
 
@@ -81,7 +83,8 @@ def check_four_bit(quantization_config: Any, adapters: Any) -> None:
         )
     if adapters is None:
         raise ValueError(
-            "quantized weights cannot be trained themselves: set use_peft=True (in Python: pass a `peft_config`)"
+            "quantized weights cannot be trained themselves: set "
+            f"use_peft=True{in_python(' (or pass a `peft_config`)')}"
         )
 
 

@@ -1,7 +1,10 @@
-"""A rich progress bar for training and evaluation, in place of the Trainer's own."""
+"""A rich progress bar for training and evaluation, in place of the Trainer's own; in a file a line for each log."""
 
 from __future__ import annotations
 
+import sys
+import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.progress import (
@@ -35,6 +38,8 @@ class RichProgress(TrainerCallback):
     def __init__(self) -> None:
         self.bar: Progress | None = None
         self.tasks: dict[str, TaskID] = {}
+        self.begun = (0, time.perf_counter())
+        """The step at which training began, and when."""
 
     @classmethod
     def replace_in(cls, trainer: Trainer) -> None:
@@ -64,6 +69,7 @@ class RichProgress(TrainerCallback):
             self.bar.update(self.tasks[name], completed=completed)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun = state.global_step, time.perf_counter()
         if state.is_world_process_zero:
             self._advance("training", state.max_steps, state.global_step)
 
@@ -88,11 +94,26 @@ class RichProgress(TrainerCallback):
         self.on_evaluate(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs and state.is_world_process_zero and not Console(stderr=True).is_terminal:
+            self._say(state, logs)
         if self.bar is not None and "training" in self.tasks and logs:
             found = {word: logs[name] for name, word in self.SHOWN.items() if isinstance(logs.get(name), float)}
             shown = " ".join(f"{word} {value:.3g}" for word, value in found.items())
             if shown:
                 self.bar.update(self.tasks["training"], metrics=shown)
+
+    def _say(self, state: Any, logs: dict[str, Any]) -> None:
+        """A line for each log where no bar can be drawn, as in a file."""
+        names = {**self.SHOWN, "reward": "reward", "learning_rate": "learning rate"}
+        found = {word: logs[name] for name, word in names.items() if isinstance(logs.get(name), float)}
+        if not found:
+            return
+        now = time.perf_counter()
+        steps, seconds = state.global_step - self.begun[0], now - self.begun[1]
+        rest = round(seconds / steps * (state.max_steps - state.global_step)) if steps > 0 else None
+        left = "" if rest is None else f", {timedelta(seconds=rest)} left"
+        values = ", ".join(f"{word} {value:.4g}" for word, value in found.items())
+        print(f"step {state.global_step}/{state.max_steps}: {values}{left}", file=sys.stderr, flush=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._close()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from lowtide.ops.layers import layer_kernels
-from lowtide.ops.layers.layer_kernels import Norm, rms_norm, rms_norm_backward, rotate_, swiglu, swiglu_backward_
+from lowtide.ops.layers.layer_kernels import Norm, gate_backward_, gate_product, rms_norm, rms_norm_backward, rotate_
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
 NEEDS_TRITON = [
@@ -46,15 +46,16 @@ def far(found, expected) -> float:
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("added", [False, True])
-def test_norm(dtype, added, trained):
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm(dtype, offset, added, trained):
     x, grad, add = (random(7, 20, dtype=dtype) for _ in range(3))
     weight = random(20).abs().add(0.5).to(dtype).requires_grad_(trained)
-    norm = Norm(weight, 1e-5)
+    norm = Norm(weight, 1e-5, offset)
     out, scale = rms_norm(x, norm, dtype)
     found, of_weight = rms_norm_backward(grad, x, scale, norm, add if added else None)
 
     wide, factor = x.double().requires_grad_(), weight.detach().double().requires_grad_()
-    expected = F.rms_norm(wide, [20], factor, 1e-5)
+    expected = F.rms_norm(wide, [20], factor + offset, 1e-5)
     of_x, of_factor = torch.autograd.grad(expected, (wide, factor), grad.double())
     assert out.dtype == found.dtype == dtype
     assert far(out, expected.detach()) < TOLERANCE[dtype]
@@ -89,12 +90,16 @@ def test_rotation_and_the_way_back(dtype):
         assert far(found, wanted.detach()) < TOLERANCE[dtype]
 
 
-def test_gate_and_the_way_back(dtype):
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gate_and_the_way_back(dtype, activation):
     gate, up, grad = (random(6, 15, dtype=dtype) for _ in range(3))
     wide = [each.double().clone().requires_grad_() for each in (gate, up)]
-    expected = F.silu(wide[0]) * wide[1]
+    expected = ACTIVATIONS[activation](wide[0]) * wide[1]
     back = torch.autograd.grad(expected, wide, grad.double().clone())
-    assert far(swiglu(gate, up), expected.detach()) < TOLERANCE[dtype]
-    swiglu_backward_(grad, gate, up)
+    assert far(gate_product(gate, up, activation), expected.detach()) < TOLERANCE[dtype]
+    gate_backward_(grad, gate, up, activation)
     for found, wanted in zip((grad, gate, up), (expected.detach(), *back), strict=True):
         assert far(found, wanted) < 1.5 * TOLERANCE[dtype]

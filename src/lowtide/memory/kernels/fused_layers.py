@@ -1,4 +1,4 @@
-"""Decoder layers of Llama's form, each run as one autograd function (`ops.layers.decoder_layer`).
+"""Decoder layers of Llama's, Gemma's and OLMo's forms, each run as one autograd function (`ops.layers.decoder_layer`).
 
 A layer as transformers and PEFT have it gives a device some 270 operations forward, again and backward, a third of
 whose time goes to casts, scales, sums and norms in pieces. The same arithmetic in one function is 90 operations at less
@@ -18,6 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,22 +30,40 @@ from lowtide.compat.torch import FakeTensor, has_module_hooks
 from lowtide.compat.transformers import attention_function, attention_implementation, checkpointed_layers, plain_forward
 from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.layers.decoder_layer import DecoderLayer, decoder_layer
-from lowtide.ops.layers.layer_kernels import Norm
+from lowtide.ops.layers.layer_kernels import Activation, Norm
 from lowtide.ops.layers.lora_linear import Adapter, Projection
 from lowtide.ragged import RaggedBatch
 
-FAMILIES: dict[str, str | None] = {
-    "GraniteDecoderLayer": None,
-    "LlamaDecoderLayer": None,
-    "MistralDecoderLayer": "config",
-    "Qwen2DecoderLayer": "self",
-    "Qwen3DecoderLayer": "self",
-    "SmolLM3DecoderLayer": "self",
+WINDOW = {"sliding_window": "sliding_window"}
+FAMILIES: dict[str, dict[str, str]] = {
+    "Gemma2DecoderLayer": {**WINDOW, "softcap": "attn_logit_softcapping"},
+    "Gemma3DecoderLayer": WINDOW,
+    "GemmaDecoderLayer": {},
+    "GraniteDecoderLayer": {},
+    "LlamaDecoderLayer": {},
+    "MinistralDecoderLayer": WINDOW,
+    "MistralDecoderLayer": {"sliding_window": "config.sliding_window"},
+    "Olmo2DecoderLayer": {},
+    "Olmo3DecoderLayer": WINDOW,
+    "Qwen2DecoderLayer": WINDOW,
+    "Qwen3DecoderLayer": WINDOW,
+    "SmolLM3DecoderLayer": WINDOW,
 }
-"""By the class of a layer, where its attention has the window that it passes on: in its config, itself, nowhere."""
+"""By the class of a layer, what its attention passes on beside what all do, and in which of its attributes it is."""
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By their names in configs."""
+CENTRED = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
+"""Norms that multiply by 1 + weight."""
 ATTENTION, OUTPUT, GATES, DOWN = ("q_proj", "k_proj", "v_proj"), "o_proj", ("gate_proj", "up_proj"), "down_proj"
 HEAD_NORMS = ("q_norm", "k_norm")
-NORMS = ("input_layernorm", "post_attention_layernorm")
+NORMS = {
+    "pre_feedforward_layernorm": (
+        ("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")
+    ),
+    "post_feedforward_layernorm": ((None, None), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "post_attention_layernorm": (("input_layernorm", "post_attention_layernorm"), (None, None)),
+}  # fmt: skip
+"""By the first of these norms that a layer has: which are before its halves, and which after them."""
 OWN = "lowtide.engine.layers."
 """The package whose functions may stand in place of the forward of a linear layer or a dropout: no number changes."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -125,8 +144,8 @@ def _why_not(layer: Any, computed_in: torch.dtype | None) -> str | None:
     attention = layer.self_attn
     if attention_implementation(attention.config) != NAME:
         return "rows are padded: fused layers need padding_free=True"
-    if getattr(attention.config, "hidden_act", None) not in ("silu", "swish"):
-        return f"its MLP has the activation {attention.config.hidden_act!r}, not silu"
+    if _activation(attention.config) not in ACTIVATIONS:
+        return f"its MLP has the activation {_activation(attention.config)!r}, not {' or '.join(ACTIVATIONS)}"
     if attention.attention_dropout:
         return f"its attention drops weights at random (attention_dropout={attention.attention_dropout:g})"
     if layer.gradient_checkpointing and plain_forward(layer) is type(layer).forward:
@@ -134,7 +153,7 @@ def _why_not(layer: Any, computed_in: torch.dtype | None) -> str | None:
     for path, part in layer.named_modules():
         if path and (reason := _why_not_part(path, part)):
             return reason
-    found = layer.input_layernorm.weight
+    found = layer.post_attention_layernorm.weight
     with torch.autocast(found.device.type, computed_in, enabled=computed_in is not None):
         read = _read(layer, {}, computed_in or found.dtype)
     return read if isinstance(read, str) else None
@@ -154,7 +173,7 @@ def _kind(layer: Any) -> tuple[Any, ...]:
     attention = layer.self_attn
     adapted = tuple(isinstance(plain_lora(part), PlainLora) for part in _linears(layer))
     dtypes = tuple(sorted({str(each.dtype) for each in layer.parameters()}))
-    return type(layer), str(_window(attention)), getattr(attention, "use_rope", True), adapted, dtypes
+    return type(layer), str(_passed_on(attention)), getattr(attention, "use_rope", True), adapted, dtypes
 
 
 def _linears(layer: Any) -> list[Any]:
@@ -162,12 +181,14 @@ def _linears(layer: Any) -> list[Any]:
     return [getattr(owner, name) for owner, name in names]
 
 
-def _window(attention: Any) -> dict[str, Any] | None:
+def _passed_on(attention: Any) -> dict[str, Any]:
     """What a family's attention passes on beside what all do."""
-    where = FAMILIES[type(attention).__name__.removesuffix("Attention") + "DecoderLayer"]
-    if where is None:
-        return None
-    return {"sliding_window": getattr(attention.config if where == "config" else attention, "sliding_window", None)}
+    paths = FAMILIES[type(attention).__name__.removesuffix("Attention") + "DecoderLayer"]
+    return {name: attrgetter(path)(attention) for name, path in paths.items()}
+
+
+def _activation(config: Any) -> str | None:
+    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
 
 
 # -- the layer's forward ------------------------------------------------------------------------------------------
@@ -224,17 +245,19 @@ def _read(layer: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> DecoderLaye
         parts.append(part)
     query, key, value, output, gate, up, down = parts
     beside = {name: each for name, each in kwargs.items() if name not in PASSED}
-    names = NORMS if getattr(attention, HEAD_NORMS[0], None) is None else (*NORMS, *HEAD_NORMS)
-    norms = [_norm(getattr(layer if name in NORMS else attention, name)) for name in names]
+    before, after = next(names for name, names in NORMS.items() if hasattr(layer, name))
+    of_heads = tuple(_norm(attention, name) for name in HEAD_NORMS)
     return DecoderLayer(
-        norms=(norms[0], norms[1]),
+        norms=(_norm(layer, before[0]), _norm(layer, before[1])),
         attention=(query, key, value),
         output=output,
         gates=(gate, up),
         down=down,
         dim=attention.head_dim,
-        attend=_Call(attention, {**beside, **(_window(attention) or {})}),
-        head_norms=(norms[2], norms[3]) if len(norms) > 2 else None,
+        attend=_Call(attention, {**beside, **_passed_on(attention)}),
+        after=(_norm(layer, after[0]), _norm(layer, after[1])),
+        head_norms=None if of_heads[0] is None or of_heads[1] is None else (of_heads[0], of_heads[1]),
+        activation=ACTIVATIONS[_activation(attention.config) or ""],
         factor=float(getattr(layer, "residual_multiplier", 1.0)),
         random=any(part.adapter is not None and part.adapter.drop is not None for part in parts),
     )
@@ -267,8 +290,12 @@ def _adapter(lora: PlainLora) -> Adapter:
     return Adapter(lora.first, lora.second, lora.scale, lora.dropout if drops else None)
 
 
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
+def _norm(owner: Any, name: str | None) -> Norm | None:
+    module = None if name is None else getattr(owner, name, None)
+    if module is None:
+        return None
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return Norm(module.weight, eps, 1.0 if type(module).__name__ in CENTRED else 0.0)
 
 
 # -- the proof ----------------------------------------------------------------------------------------------------
@@ -282,7 +309,7 @@ def _why_unlike(layer: Any, computed_in: torch.dtype | None) -> str | None:
     ways = (partial(type(layer).forward, layer), partial(_forward, layer))
     with _plainly(layer):
         expected, found = (_numbers(layer, way, parameters, computed_in) for way in ways)
-    tolerance = TOLERANCE.get(computed_in or layer.input_layernorm.weight.dtype, IN_16_BITS)
+    tolerance = TOLERANCE.get(computed_in or layer.post_attention_layernorm.weight.dtype, IN_16_BITS)
     far = max(_distance(*each) for each in zip(found, expected, strict=True))
     if far <= tolerance:
         return None
@@ -318,9 +345,9 @@ def _numbers(
     layer: Any, forward: Callable[..., Tensor], parameters: list[nn.Parameter], computed_in: torch.dtype | None
 ) -> list[Tensor]:
     """The output, and the gradients at the input and of all trained parameters."""
-    weight, generator = layer.input_layernorm.weight, torch.Generator().manual_seed(1)
+    weight, generator = layer.post_attention_layernorm.weight, torch.Generator().manual_seed(1)
     batch = RaggedBatch.from_segments([[*range(length)] for length in LENGTHS]).to(weight.device)
-    tokens, width, dim = batch.tokens, layer.input_layernorm.weight.shape[0], layer.self_attn.head_dim
+    tokens, width, dim = batch.tokens, layer.post_attention_layernorm.weight.shape[0], layer.self_attn.head_dim
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(weight)

@@ -1,4 +1,4 @@
-"""A decoder layer of Llama's form as one autograd function, which computes again by itself what it does not keep.
+"""A decoder layer of Llama's, Gemma's or OLMo's form as one autograd function, which recomputes what it does not keep.
 
 Of a layer as transformers and PEFT have it, a device spends a third of its time between the products: casts, scales and
 sums of adapters, norms in pieces, rotary embeddings in slices. Here the layer's forward and backward are written out,
@@ -7,8 +7,9 @@ gate (`layer_kernels`). Residuals are added in the epilogue of a product, too. A
 differentiable: its own backward is called where this one comes to it, whatever its kernel.
 
 A layer that is checkpointed keeps its input alone. Its backward computes again all but the last product, which nothing
-needs. A layer that is not keeps its input, attention's tensors, the residual between its halves and the two inputs of
-the gate; norms and the gate are computed again, products are not.
+needs unless it is normed. A layer that is not keeps its input, attention's tensors, the residual between its halves,
+the two inputs of the gate and what is normed before it is added; norms and the gate are computed again, products are
+not.
 
 Exact to rounding: where transformers rounds to 16 bits between two operations, this one may round once.
 
@@ -28,7 +29,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.ops.layers.layer_kernels import Norm, rms_norm, rms_norm_backward, rotate_, swiglu, swiglu_backward_
+from lowtide.ops.layers.layer_kernels import (
+    Activation,
+    Norm,
+    gate_backward_,
+    gate_product,
+    rms_norm,
+    rms_norm_backward,
+    rotate_,
+)
 from lowtide.ops.layers.lora_linear import Projection, Projections
 from lowtide.ops.surroundings import Surroundings
 
@@ -40,8 +49,8 @@ Rotary = tuple[Float[Tensor, "tokens dim"], Float[Tensor, "tokens dim"]]
 class DecoderLayer:
     """What a layer is made of."""
 
-    norms: tuple[Norm, Norm]
-    """Before attention, and before the MLP."""
+    norms: tuple[Norm | None, Norm | None]
+    """Before attention, and before the MLP; None: the residual goes in as it is."""
     attention: tuple[Projection, Projection, Projection]
     """To queries, keys and values."""
     output: Projection
@@ -53,8 +62,11 @@ class DecoderLayer:
     """Width of a head."""
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Attention of queries, keys and values [tokens, heads, dim], differentiable; gives [tokens, heads x dim]."""
+    after: tuple[Norm | None, Norm | None] = (None, None)
+    """Of what attention gives, and of what the MLP gives, before it is added; None: it is added as it is."""
     head_norms: tuple[Norm, Norm] | None = None
-    """Of each head of queries, and of keys."""
+    """Of queries, and of keys: of each head, or of all heads together, as wide as their weights are."""
+    activation: Activation = "silu"
     factor: float = 1.0
     """By which each half is multiplied before it is added."""
     random: bool = False
@@ -63,8 +75,8 @@ class DecoderLayer:
     def trained(self) -> list[Tensor]:
         """The parameters that a gradient is wanted of."""
         found = [each for part in (*self.attention, self.output, *self.gates, self.down) for each in part.trained()]
-        norms = (*self.norms, *(self.head_norms or ()))
-        return found + [norm.weight for norm in norms if norm.weight.requires_grad]
+        norms = (*self.norms, *self.after, *(self.head_norms or ()))
+        return found + [norm.weight for norm in norms if norm is not None and norm.weight.requires_grad]
 
 
 def decoder_layer(
@@ -130,12 +142,16 @@ class _Pass:
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output, of which nothing is kept."""
         mid = self.attended_residual(x)
-        return self.last(mid, swiglu(*self.gated(mid)))
+        return self.last(mid, self.inner(*self.gated(mid)))[0]
 
     def attended_residual(self, x: Tensor) -> Tensor:
         """The residual after attention."""
-        heads, _ = self.heads(rms_norm(x, self.layer.norms[0], self.dtype)[0])
-        return self.residual(x, self.attend(*heads, graph=False).out)
+        heads, _ = self.heads(self.normed(x, self.layer.norms[0])[0])
+        return self.residual(x, self.attend(*heads, graph=False).out)[0]
+
+    def normed(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+        """What products take of a residual, and by what its rows were multiplied for that, if they were."""
+        return (x.to(self.dtype), None) if norm is None else rms_norm(x, norm, self.dtype)
 
     def heads(self, normed: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], _Raw | None]:
         """Queries, keys and values of a normed input, as attention takes them, and as the norms of heads do."""
@@ -146,7 +162,7 @@ class _Pass:
         if layer.head_norms is not None:
             raw = _Raw(query, key)
             query, key = (
-                rms_norm(each.view(-1, dim), norm, self.dtype)[0].view(each.shape)
+                rms_norm(_rows(each, norm), norm, self.dtype)[0].view(each.shape)
                 for each, norm in zip(raw, layer.head_norms, strict=True)
             )
         if self.rotary is not None:
@@ -159,63 +175,75 @@ class _Pass:
             leaves = [each.detach().requires_grad_(graph) for each in (query, key, value)]
             return _Attended(leaves[0], leaves[1], leaves[2], self.layer.attend(*leaves))
 
-    def residual(self, x: Tensor, gathered: Tensor) -> Tensor:
-        """The residual after attention, of what it gathered."""
+    def residual(self, x: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The residual after attention, of what it gathered; and what was normed for it, if something was."""
         self.output.reduce(gathered)
-        return self._onto(x, self.output, gathered)
+        return self._onto(x, self.output, gathered, self.layer.after[0])
 
     def gated(self, mid: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up, of the residual after attention."""
-        normed, _ = rms_norm(mid, self.layer.norms[1], self.dtype)
+        normed, _ = self.normed(mid, self.layer.norms[1])
         self.gates.reduce(normed)
         gate, up = (self.gates.product(normed, each) for each in range(2))
         return gate, up
 
-    def last(self, mid: Tensor, inner: Tensor) -> Tensor:
-        """The layer's output, of what its gate gives."""
-        self.down.reduce(inner)
-        return self._onto(mid, self.down, inner)
+    def inner(self, gate: Tensor, up: Tensor) -> Tensor:
+        """What the gate gives."""
+        return gate_product(gate, up, self.layer.activation)
 
-    def _onto(self, residual: Tensor, part: Projections, x: Tensor) -> Tensor:
-        if residual.dtype == self.dtype:
-            return part.product(x, 0, onto=residual, factor=self.layer.factor)
-        return torch.add(residual, part.product(x, 0), alpha=self.layer.factor)
+    def last(self, mid: Tensor, inner: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, of what its gate gives; and what was normed for it, if something was."""
+        self.down.reduce(inner)
+        return self._onto(mid, self.down, inner, self.layer.after[1])
+
+    def _onto(self, residual: Tensor, part: Projections, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+        if norm is None and residual.dtype == self.dtype:
+            return part.product(x, 0, onto=residual, factor=self.layer.factor), None
+        given = part.product(x, 0)
+        added = given if norm is None else rms_norm(given, norm, self.dtype)[0]
+        return torch.add(residual, added, alpha=self.layer.factor), None if norm is None else given
 
     # -- backward -------------------------------------------------------------------------------------------------
 
-    def mlp_backward(self, grad: Tensor, mid: Tensor, gated: tuple[Tensor, Tensor] | None) -> Tensor:
+    def mlp_backward(
+        self, grad: Tensor, mid: Tensor, gated: tuple[Tensor, Tensor] | None, given: Tensor | None
+    ) -> Tensor:
         """The gradient at the residual after attention, of that at the layer's output.
 
         Args:
             gated: what `gated` gave in forward, which is written over; None: it is computed again.
+            given: what was normed after the MLP; None: it is computed again, if there is such a norm.
         """
-        norm = self.layer.norms[1]
-        normed, scale = rms_norm(mid, norm, self.dtype)
+        norm, after = self.layer.norms[1], self.layer.after[1]
+        normed, scale = self.normed(mid, norm)
         self.gates.reduce(normed)
         gate, up = gated or (self.gates.product(normed, each) for each in range(2))
-        outer = self._scaled(grad)
-        if self.down.drops:
-            self.down.reduce(swiglu(gate, up))
+        again = after is not None and given is None
+        early = self.down.drops or again  # dropout draws in the order of forward
+        if early:
+            inner = self.inner(gate, up)
+            self.down.reduce(inner)
+            given = self.down.product(inner, 0) if again else given
+            del inner
+        outer = self._of_added(grad, given, after)
         inner = self.down.input_gradient([outer])
-        swiglu_backward_(inner, gate, up)
-        if not self.down.drops:
+        gate_backward_(inner, gate, up, self.layer.activation)
+        if not early:
             self.down.reduce(inner)
         self.down.weight_gradients(inner, [outer])
-        del inner, outer
+        del inner, outer, given
         slopes = self.gates.input_gradient([gate, up])
         self.gates.weight_gradients(normed, [gate, up])
         del gate, up, gated, normed
-        found, of_norm = rms_norm_backward(slopes, mid, scale, norm, add=grad)
-        self._keep(norm, of_norm)
-        return found
+        return self._norm_backward(slopes, mid, scale, norm, add=grad)
 
     def attention_backward(
         self,
         grad: Tensor,
         x: Tensor,
-        normed: tuple[Tensor, Tensor],
+        normed: tuple[Tensor, Tensor | None],
         attended: _Attended,
-        raw: _Raw | None,
+        before: tuple[_Raw | None, Tensor | None],
         on: bool,
     ) -> Tensor | None:
         """The gradient at the layer's input, of that at the residual after attention; None unless it goes on.
@@ -223,11 +251,11 @@ class _Pass:
         Args:
             normed: the input, normed, and its scale.
             attended: with its graph.
-            raw: queries and keys before the norms of heads.
+            before: queries and keys before their norms, and what was normed after attention.
             on: whether the gradient at the input, or at the norm's weight, is wanted.
         """
-        layer, norm = self.layer, self.layer.norms[0]
-        outer, gathered = self._scaled(grad), attended.out.detach()
+        layer, (raw, given) = self.layer, before
+        outer, gathered = self._of_added(grad, given, layer.after[0]), attended.out.detach()
         slopes = self.output.input_gradient([outer])
         self.output.weight_gradients(gathered, [outer])
         del outer, gathered
@@ -247,30 +275,42 @@ class _Pass:
             return None
         slopes = self.attention.input_gradient(grads)
         del query, key, value, grads
-        out, of_norm = rms_norm_backward(slopes, x, normed[1], norm, add=grad)
-        self._keep(norm, of_norm)
-        return out
+        return self._norm_backward(slopes, x, normed[1], layer.norms[0], add=grad)
 
     def _head_norm_backward(self, grad: Tensor, raw: Tensor, norm: Norm) -> Tensor:
-        rows = raw.view(-1, raw.shape[-1])
+        rows = _rows(raw, norm)
         scale = rms_norm(rows, norm, self.dtype)[1]
-        found, of_norm = rms_norm_backward(grad.view(rows.shape), rows, scale, norm)
-        self._keep(norm, of_norm)
-        return found.view(raw.shape)
+        return self._norm_backward(grad.view(rows.shape), rows, scale, norm).view(raw.shape)
 
-    def _scaled(self, grad: Tensor) -> Tensor:
-        """A gradient at a residual, as one at what was added to it."""
+    def _of_added(self, grad: Tensor, given: Tensor | None, norm: Norm | None) -> Tensor:
+        """A gradient at a residual, as one at what a half of the layer gives, which is normed and added to it."""
         outer = grad.to(self.dtype)
-        return outer if self.layer.factor == 1 else outer * self.layer.factor
+        if self.layer.factor != 1:
+            outer = outer * self.layer.factor
+        if norm is None or given is None:
+            return outer
+        return self._norm_backward(outer, given, rms_norm(given, norm, self.dtype)[1], norm)
 
-    def _keep(self, norm: Norm, gradient: Tensor | None) -> None:
-        if gradient is not None:
-            self.found[id(norm.weight)] = gradient
+    def _norm_backward(
+        self, grad: Tensor, x: Tensor, scale: Tensor | None, norm: Norm | None, add: Tensor | None = None
+    ) -> Tensor:
+        """The gradient at what was normed, with `add` added to it."""
+        if norm is None or scale is None:
+            return grad if add is None else torch.add(add, grad)
+        found, of_weight = rms_norm_backward(grad, x, scale, norm, add)
+        if of_weight is not None:
+            self.found[id(norm.weight)] = of_weight
+        return found
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
         """What was found of a parameter."""
         places = (self.found, *(each.found for each in (self.attention, self.output, self.gates, self.down)))
         return next((found[id(parameter)] for found in places if id(parameter) in found), None)
+
+
+def _rows(x: Tensor, norm: Norm) -> Tensor:
+    """Queries or keys as rows of what their norm is over."""
+    return x.view(-1, norm.weight.shape[0])
 
 
 class _Layer(torch.autograd.Function):
@@ -293,11 +333,12 @@ class _Layer(torch.autograd.Function):
         if recompute:
             out = work.forward(x)
         else:
-            heads, raw = work.heads(rms_norm(x, layer.norms[0], dtype)[0])
+            heads, raw = work.heads(work.normed(x, layer.norms[0])[0])
             ctx.attended = work.attend(*heads, graph=True)
-            mid = work.residual(x, ctx.attended.out.detach())
+            mid, first = work.residual(x, ctx.attended.out.detach())
             gate, up = work.gated(mid)
-            out, kept = work.last(mid, swiglu(gate, up)), [mid, gate, up, *(raw or ())]
+            out, second = work.last(mid, work.inner(gate, up))
+            kept = [mid, gate, up, first, second, *(raw or ())]
         ctx.save_for_backward(x, cos, sin, *kept)
         return out.view(hidden.shape)
 
@@ -307,12 +348,13 @@ class _Layer(torch.autograd.Function):
         x, cos, sin, *kept = ctx.saved_tensors
         layer, shape = ctx.layer, grads[0].shape
         grad = grads[0].reshape(x.shape)
-        goes_on = ctx.needs_input_grad[3] or layer.norms[0].weight.requires_grad
+        norm = layer.norms[0]
+        goes_on = ctx.needs_input_grad[3] or (norm is not None and norm.weight.requires_grad)
         with ctx.surroundings.restored():
             work = _Pass(layer, ctx.dtype, None if cos is None else (cos, sin), back=True)
-            normed = rms_norm(x, layer.norms[0], ctx.dtype)
+            normed = work.normed(x, norm)
             if kept:
-                mid, gate, up, *both = kept
+                mid, gate, up, first, second, *both = kept
                 attended, raw, gated = ctx.attended, _Raw(*both) if both else None, (gate, up)
                 ctx.attended = None
                 work.attention.reduce(normed[0])
@@ -320,13 +362,13 @@ class _Layer(torch.autograd.Function):
                 del gate, up
             else:
                 heads, raw = work.heads(normed[0])
-                attended, gated = work.attend(*heads, graph=True), None
-                mid = work.residual(x, attended.out.detach())
+                attended, gated, second = work.attend(*heads, graph=True), None, None
+                mid, first = work.residual(x, attended.out.detach())
                 del heads
             del kept
-            between = work.mlp_backward(grad, mid, gated)
-            del mid, grad
-            found = work.attention_backward(between, x, normed, attended, raw, goes_on)
+            between = work.mlp_backward(grad, mid, gated, second)
+            del mid, grad, second
+            found = work.attention_backward(between, x, normed, attended, (raw, first), goes_on)
         of_hidden = found.view(shape) if found is not None and ctx.needs_input_grad[3] else None
         gradients = (work.gradient_of(each) for each in ctx.parameters)
         return None, None, None, of_hidden, None, None, *gradients

@@ -2,7 +2,7 @@
 
 On CUDA each is one Triton kernel (`layer_triton`), which reads and writes once and computes in float32 inside.
 Elsewhere its plain twin computes the same in as few passes over memory as torch's own operations allow. RMSNorm is
-arXiv 1910.07467, rotary embeddings are arXiv 2104.09864, SwiGLU is arXiv 2002.05202.
+arXiv 1910.07467, rotary embeddings are arXiv 2104.09864, gates of SiLU and of GELU are arXiv 2002.05202.
 
 Every launch goes through `launch`, so that a plan of memory, on tensors without memory, can see it.
 
@@ -12,7 +12,7 @@ Shapes: `rows` of a norm are tokens, or heads of tokens; `width` is what it is o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +28,22 @@ BLOCK = 1024
 """Entries that a program of the gate's kernels has."""
 
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Of a gate; that of GELU is its approximation by tanh."""
+
+
 class Norm(NamedTuple):
     """A root mean square norm."""
 
     weight: Float[Tensor, " width"]
     eps: float
+    offset: float = 0.0
+    """What is added to the weight before it multiplies: 1 in Gemma's norms, else 0."""
+
+    @property
+    def factor(self) -> Float[Tensor, " width"]:
+        """By what normed rows are multiplied."""
+        return self.weight + self.offset if self.offset else self.weight
 
 
 def uses_kernels(x: Tensor) -> bool:
@@ -69,13 +80,13 @@ def rms_norm(
     rows, width = x.shape
     if uses_kernels(x):
         out, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
-        launch("rms_norm", (rows,), (x, norm.weight), (out, scale), width=width, eps=norm.eps, BLOCK=_power(width),
-               num_warps=_warps(width))  # fmt: skip
+        launch("rms_norm", (rows,), (x, norm.weight), (out, scale), width=width, eps=norm.eps, offset=norm.offset,
+               BLOCK=_power(width), num_warps=_warps(width))  # fmt: skip
         return out, scale
     wide = torch.promote_types(x.dtype, torch.float32)
     size = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
     scale = size.square_().div_(width).add_(norm.eps).rsqrt_()
-    return torch.mul(x, scale[:, None]).mul_(norm.weight).to(dtype), scale
+    return torch.mul(x, scale[:, None]).mul_(norm.factor).to(dtype), scale
 
 
 def rms_norm_backward(
@@ -99,7 +110,7 @@ def rms_norm_backward(
     trained = norm.weight.requires_grad
     if uses_kernels(x):
         return _launch_backward(grad, x, scale, norm, add)
-    slopes = torch.mul(grad, norm.weight) if grad.dtype == scale.dtype else grad.to(scale.dtype).mul_(norm.weight)
+    slopes = torch.mul(grad, norm.factor) if grad.dtype == scale.dtype else grad.to(scale.dtype).mul_(norm.factor)
     along = torch.linalg.vecdot(slopes, x.to(slopes.dtype))
     of_weight = torch.mul(grad, x).mul_(scale[:, None]).sum(0, dtype=scale.dtype) if trained else None
     out = slopes.mul_(scale[:, None])
@@ -117,8 +128,8 @@ def _launch_backward(
     programs = min(rows, PROGRAMS) if trained else rows
     sums = x.new_empty(programs if trained else 0, width, dtype=torch.float32)
     launch("rms_norm_backward", (programs,), (grad, x, scale, norm.weight, x if add is None else add), (out, sums),
-           rows=rows, width=width, ADD=add is not None, TRAINED=trained, BLOCK=_power(width),
-           num_warps=_warps(width))  # fmt: skip
+           rows=rows, width=width, offset=norm.offset, ADD=add is not None, TRAINED=trained,
+           BLOCK=_power(width), num_warps=_warps(width))  # fmt: skip
     return out, sums.sum(0).to(norm.weight.dtype) if trained else None
 
 
@@ -166,29 +177,47 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
 # -- gates --------------------------------------------------------------------------------------------------------
 
 
-def swiglu(gate: Float[Tensor, "tokens inner"], up: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens inner"]:
-    """`silu(gate) * up`."""
+def gate_product(
+    gate: Float[Tensor, "tokens inner"], up: Float[Tensor, "tokens inner"], activation: Activation
+) -> Float[Tensor, "tokens inner"]:
+    """`activation(gate) * up`."""
     if uses_kernels(gate):
         out = torch.empty_like(gate)
-        launch("swiglu", (-(-gate.numel() // BLOCK),), (gate, up), (out,), count=gate.numel(), BLOCK=BLOCK)
+        launch("gate_product", _blocks(gate), (gate, up), (out,), count=gate.numel(), TANH=activation != "silu",
+               BLOCK=BLOCK)  # fmt: skip
         return out
-    return F.silu(gate).mul_(up)
+    return _active(gate, activation).mul_(up)
 
 
-def swiglu_backward_(
-    grad: Float[Tensor, "tokens inner"], gate: Float[Tensor, "tokens inner"], up: Float[Tensor, "tokens inner"]
+def gate_backward_(
+    grad: Float[Tensor, "tokens inner"],
+    gate: Float[Tensor, "tokens inner"],
+    up: Float[Tensor, "tokens inner"],
+    activation: Activation,
 ) -> None:
-    """In place: the gradient becomes what `swiglu` gives, gate and up become their gradients."""
+    """In place: the gradient becomes what `gate_product` gives, gate and up become their gradients."""
     if uses_kernels(gate):
-        launch("swiglu_backward", (-(-gate.numel() // BLOCK),), (), (grad, gate, up), count=gate.numel(), BLOCK=BLOCK)
+        launch("gate_backward", _blocks(gate), (), (grad, gate, up), count=gate.numel(), TANH=activation != "silu",
+               BLOCK=BLOCK)  # fmt: skip
         return
-    active = F.silu(gate)
+    active = _active(gate, activation)
     slopes = torch.mul(grad, up)
-    torch.ops.aten.silu_backward.grad_input(slopes, gate, grad_input=gate)
+    if activation == "silu":
+        torch.ops.aten.silu_backward.grad_input(slopes, gate, grad_input=gate)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(slopes, gate, approximate="tanh", grad_input=gate)
     grad.mul_(active)  # the gradient of up
     active.mul_(up)
     up.copy_(grad)
     grad.copy_(active)
+
+
+def _active(gate: Tensor, activation: Activation) -> Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+
+
+def _blocks(x: Tensor) -> tuple[int]:
+    return (-(-x.numel() // BLOCK),)
 
 
 def _power(count: int) -> int:

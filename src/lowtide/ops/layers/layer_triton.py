@@ -16,13 +16,13 @@ import triton.language as tl
 
 @triton.jit
 @no_type_check
-def rms_norm(x, weight, out, scales, width, eps, BLOCK: tl.constexpr):
+def rms_norm(x, weight, out, scales, width, eps, offset, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(value * value) / width + eps)
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
     tl.store(out + row * width + column, (value * scale * factor).to(out.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
@@ -39,6 +39,7 @@ def rms_norm_backward(
     sums,
     rows,
     width,
+    offset,
     ADD: tl.constexpr,
     TRAINED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,7 +47,7 @@ def rms_norm_backward(
     first = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for row in range(first, rows, tl.num_programs(0)):
         place = tl.cast(row, tl.int64) * width + column
@@ -114,25 +115,38 @@ def rotate(
 
 @triton.jit
 @no_type_check
-def swiglu(gate, up, out, count, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    value = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, (value * tl.sigmoid(value) * other).to(out.dtype.element_ty), mask=inside)
+def _active(value, TANH: tl.constexpr):
+    """The activation and its slope: `value` times a share, which is a sigmoid (tanh(x) = 2 sigmoid(2 x) - 1)."""
+    if TANH:
+        square = value * value
+        share = tl.sigmoid(1.5957691216057308 * value * (1 + 0.044715 * square))  # 2 sqrt(2 / pi)
+        inner = 1.5957691216057308 * (1 + 0.134145 * square)
+        return value * share, share + value * share * (1 - share) * inner
+    else:
+        share = tl.sigmoid(value)
+        return value * share, share + value * share * (1 - share)
 
 
 @triton.jit
 @no_type_check
-def swiglu_backward(grad, gate, up, count, BLOCK: tl.constexpr):
+def gate_product(gate, up, out, count, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    value = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    active, _ = _active(value, TANH)
+    tl.store(out + place, (active * other).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def gate_backward(grad, gate, up, count, TANH: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     slope = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    share = tl.sigmoid(value)
-    active = value * share
-    of_gate = slope * other * (share + active * (1 - share))
+    active, steep = _active(value, TANH)
     tl.store(grad + place, (active * other).to(grad.dtype.element_ty), mask=inside)
-    tl.store(gate + place, of_gate.to(gate.dtype.element_ty), mask=inside)
+    tl.store(gate + place, (slope * other * steep).to(gate.dtype.element_ty), mask=inside)
     tl.store(up + place, (slope * active).to(up.dtype.element_ty), mask=inside)

@@ -14,6 +14,7 @@ import statistics
 import sys
 from collections import Counter
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 SUMMARY = "Count what a decode step asks of a GPU: kernels, and how often the host waits for it."
 PROMPTS, COUNT, PROMPT_TOKENS, TOKENS = 8, 8, 200, 24
@@ -50,20 +51,23 @@ def decode_step(name: str, **sampling: Any) -> dict[str, Any]:
 
     from lowtide.ops.capture import Watch, difference
     from lowtide.ops.target import planning_for
+    from lowtide.rollout.generators.decoding import Decoder
     from lowtide.rollout.generators.generator import Request, Sampling
     from lowtide.rollout.generators.ragged import RaggedGenerator
 
     model, layers = _model(CASES[name])
     kernels = Kernels(model.model.layers[1])
     requests = [Request([5 + number] * PROMPT_TOKENS, COUNT) for number in range(PROMPTS)]
+    make = Decoder.step
     with planning_for("cuda", (9, 0)), Watch(torch.device("meta"), kernels.see) as watch:
 
-        def begin(*_: Any) -> None:
+        def step(decoder: Decoder, whole: bool = False) -> None:
             watch.begin()
             kernels.begin()
+            make(decoder, whole)
 
-        model.model.register_forward_pre_hook(begin)
-        RaggedGenerator().generate(model, requests, Sampling(TOKENS, **sampling))
+        with patch.object(Decoder, "step", step):
+            RaggedGenerator().generate(model, requests, Sampling(TOKENS, **sampling))
     steps = watch.steps[1 - TOKENS :]
     per_layer, rest = (
         statistics.median_low(each[part] for each in kernels.steps[1 - TOKENS :]) for part in (True, False)

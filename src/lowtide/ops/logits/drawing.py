@@ -7,9 +7,10 @@ sort all only where these do not settle them.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 BLOCK = 256
@@ -60,38 +61,52 @@ def cut_below(scores: Float[Tensor, "rows entries"], share: float) -> Float[Tens
     return scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(share), float("-inf"))
 
 
+class Candidates(NamedTuple):
+    """What cuts leave of a distribution, among so many of its likeliest entries."""
+
+    scores: Float[Tensor, "rows likeliest"]
+    """In falling order; -inf where an entry is cut."""
+    ids: Int[Tensor, "rows likeliest"]
+    """The entries."""
+    settled: Bool[Tensor, " rows"] | None
+    """Whether entries beyond these change nothing; None where that is so for all rows."""
+
+
 def candidates(
-    scores: Float[Tensor, "rows entries"], top_k: int, top_p: float
-) -> tuple[Float[Tensor, "rows likeliest"], Int[Tensor, "rows likeliest"]]:
-    """The scores that top-k, then top-p leave, in falling order (-inf where they do not), and their entries.
+    scores: Float[Tensor, "rows entries"], top_k: int, top_p: float, *, look: bool = True, whole: bool = False
+) -> Candidates:
+    """The scores that top-k, then top-p leave.
 
     Args:
         top_k: 0 for all; entries as likely as the last one stay, too.
         top_p: 1 for all.
+        look: the host waits for what is found, and looks at all entries if that does not settle the cuts. Otherwise it
+            is told which rows are settled.
+        whole: look at all entries from the start.
     """
     entries = scores.shape[1]
-    count = min(entries, top_k + SPARE if top_k else CANDIDATES)
-    while (found := _cut(scores, count, top_k, top_p)) is None:
-        count = entries
-    return found
+    count = entries if whole else min(entries, top_k + SPARE if top_k else CANDIDATES)
+    found = _cut(scores, count, top_k, top_p)
+    if look and found.settled is not None and not bool(found.settled.all()):
+        return _cut(scores, entries, top_k, top_p)
+    return found._replace(settled=None) if look else found
 
 
-def _cut(scores: Tensor, count: int, top_k: int, top_p: float) -> tuple[Tensor, Tensor] | None:
-    """`candidates` among so many of the likeliest; None where more of them have to be looked at."""
-    whole = count == scores.shape[1]
+def _cut(scores: Tensor, count: int, top_k: int, top_p: float) -> Candidates:
+    """`candidates` among so many of the likeliest."""
+    whole, settled = count == scores.shape[1], None
     found, ids = scores.sort(dim=-1, descending=True) if whole else scores.topk(count, dim=-1)
     if top_k and top_k < count:
         beyond = found < found[:, top_k - 1, None]
-        if not whole and not bool(beyond[:, -1].all()):
-            return None
+        settled = None if whole else beyond[:, -1]
         found = found.masked_fill(beyond, float("-inf"))
     if top_p < 1:
         all_of_row = found if top_k or whole else scores
         shares = (found - all_of_row.logsumexp(-1, keepdim=True)).exp_()
         sums = shares.cumsum(-1)
-        if not top_k and not whole and not bool((sums[:, -1] >= top_p).all()):
-            return None
+        if not top_k and not whole:
+            settled = sums[:, -1] >= top_p
         above = sums - shares
         above[:, 0] = 0  # the likeliest always stays
         found = found.masked_fill(above >= top_p, float("-inf"))
-    return found, ids
+    return Candidates(found, ids, settled)

@@ -104,10 +104,11 @@ class KeyStore:
     Args:
         most: tokens of a completion whose keys may be held.
         device: where the model is.
+        fewest: tokens that a completion's own keys have places for at first, where it may have so many.
     """
 
-    def __init__(self, most: int, device: torch.device):
-        self.most, self.device = most, device
+    def __init__(self, most: int, device: torch.device, fewest: int = FEWEST):
+        self.most, self.device, self.fewest = most, device, fewest
         self.layers: dict[Hashable, LayerKeys] = {}
         self.states: dict[Hashable, Tensor] = {}
         """Of layers that carry one: the state of each completion."""
@@ -119,6 +120,13 @@ class KeyStore:
         """Lines that the tensors have places for."""
         self.capacity = 0
         """Tokens that each of them has places for."""
+        self.width = 0
+        """Tokens of its own that each completion attends to in the steps that come, those that it does not have yet
+        among them."""
+        self.longest = 0
+        """Tokens that no row exceeds in these steps."""
+        self.changes = 0
+        """How often completions or prompts have come or gone, or tensors have moved."""
         self._worked_out: dict[Hashable, object] = {}
 
     # -- sizes --------------------------------------------------------------------------------------------------
@@ -151,7 +159,7 @@ class KeyStore:
             for line in group.lines:
                 line.place = len(self.lines)
                 self.lines.append(line)
-        self._worked_out.clear()
+        self._forget()
         self._allot(len(self.lines))
         return range(first, len(self.blocks))
 
@@ -170,9 +178,13 @@ class KeyStore:
         for line in gone:
             line.group.lines.remove(line)
         self._drop_prompts()
-        self._worked_out.clear()
+        self._forget()
         if left <= self.allotted // 2:
             self._allot(left)
+
+    def _forget(self) -> None:
+        self._worked_out.clear()
+        self.changes += 1
 
     def _drop_prompts(self) -> None:
         for number, block in reversed(list(enumerate(self.blocks))):
@@ -209,21 +221,37 @@ class KeyStore:
 
     # -- how much there is --------------------------------------------------------------------------------------
 
+    def extend(self, steps: int, *, as_reserved: bool = False) -> None:
+        """Prepares for so many steps, in each of which each completion gets a token.
+
+        Args:
+            as_reserved: attend to all places that there are, so that shapes change only when tensors do.
+        """
+        held = max(line.held for line in self.lines)
+        self.reserve(min(held + steps, max(self.most, held + 1)))
+        if as_reserved:
+            self.width = self.capacity
+            self.longest = self.capacity + max(len(line.group.prompt) for line in self.lines)
+        else:
+            self.width = min(held + steps, self.capacity)
+            self.longest = steps + max(line.position for line in self.lines)
+
     def reserve(self, tokens: int) -> None:
         """Makes places for so many tokens of each completion, twice as many as there were at least."""
         if tokens > self.capacity:
-            self.capacity = min(max(tokens, 2 * self.capacity, FEWEST), max(self.most, tokens))
+            self.capacity = min(max(tokens, 2 * self.capacity, self.fewest), max(self.most, tokens))
             self._change()
 
     def _allot(self, lines: int) -> None:
         """Makes places for so many completions, and no more of each than the longest may soon need."""
         longest = max((line.held for line in self.lines), default=0)
-        self.allotted, self.capacity = lines, min(self.capacity, max(2 * longest, FEWEST))
+        self.allotted, self.capacity = lines, min(self.capacity, max(2 * longest, self.fewest))
         self._change()
 
     def _change(self) -> None:
         """Gives the tensors the lines and the capacity that they should have."""
         lines, capacity = self.allotted, self.capacity
+        self.changes += 1
         if lines == 0:
             self.capacity = 0
             for layer in self.layers.values():

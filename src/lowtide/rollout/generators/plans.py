@@ -138,7 +138,9 @@ class _LaterPlan(CachedPlan):
 
 
 class NextPlan(_LaterPlan):
-    """One token of each completion, in the order of `KeyStore.lines`.
+    """One token of each completion, in the order of `KeyStore.lines`. `KeyStore.extend` comes before.
+
+    Between two changes of the store its shapes depend on nothing that Python counts, so that a step may be replayed.
 
     Args:
         positions: [lines], of the tokens in their rows.
@@ -149,14 +151,11 @@ class NextPlan(_LaterPlan):
     def __init__(self, store: KeyStore, positions: Tensor, held: Tensor, axes: Tensor | None = None):
         super().__init__(store)
         self.positions, self.held, self.axes = positions, held, axes
-        self.width = 1 + max(line.held for line in store.lines)
-        self.longest = 1 + max(line.position for line in store.lines)
-        store.reserve(self.width)
         self._appended: set[Hashable] = set()
 
     def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, asked: AttentionRules) -> Tensor:
         query, key, value = in_autocast(query, key, value)
-        rules = rules_of(asked, query.shape[-1], self.longest)
+        rules = rules_of(asked, query.shape[-1], self.store.longest)
         held = self.store.layers[layer]
         own = held.own_for(key, value, self.store.allotted, self.store.capacity)
         if layer not in self._appended:  # layers that share keys append them once
@@ -202,10 +201,10 @@ class NextPlan(_LaterPlan):
 
     def _from_own(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Part:
         lines, kv_heads, share = query.shape[:3]
-        keys, values = (x.flatten(0, 1)[: lines * kv_heads, : self.width] for x in own)
+        keys, values = (x.flatten(0, 1)[: lines * kv_heads, : self.store.width] for x in own)
 
         def make() -> Tensor:
-            places = torch.arange(self.width, device=self.store.device)[None, :]
+            places = torch.arange(self.store.width, device=self.store.device)[None, :]
             prompts = self.positions - self.held
             mask = seen(self.positions[:, None, None], (places + prompts[:, None])[:, None], rules.sight)
             return as_bias(mask, kv_heads, share, query.dtype)
@@ -256,15 +255,20 @@ class NextPlan(_LaterPlan):
                 return None
             return self.store.once(("lengths", number, heads), lambda: _length_bias(lengths, heads, device))
         grid = self.store.once("grids", self._grids)[0][number]
+        real = self.store.once(("real", number), lambda: _real_tokens(lengths, device))
         places = torch.arange(max(lengths), device=device)
         mask = seen(self.positions[grid][:, :, None], places[None, None], sight)
-        return as_bias(mask & (places < torch.tensor(lengths, device=device)[:, None])[:, None], *heads)
+        return as_bias(mask & real, *heads)
 
 
 def _length_bias(lengths: Sequence[int], heads: tuple[int, int, torch.dtype], device: torch.device) -> Tensor:
     """Hides the padding of prompts."""
-    places = torch.arange(max(lengths), device=device)
-    return as_bias((places < torch.tensor(lengths, device=device)[:, None])[:, None], *heads)
+    return as_bias(_real_tokens(lengths, device), *heads)
+
+
+def _real_tokens(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[prompts, 1, longest]: which tokens are no padding."""
+    return (torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None])[:, None]
 
 
 class RepliesPlan(_LaterPlan):

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from lowtide.engine.forward import causal_model, embedding_weight, inference, read_next
 from lowtide.engine.vision import position_rule
 from lowtide.ops.counter_random import stream_key
-from lowtide.ragged import SegmentImage
-from lowtide.rollout.generators.cache import Group, KeyStore, Line, padded_tokens
+from lowtide.ragged import SegmentImage, sent
+from lowtide.rollout.generators.cache import Group, KeyStore, padded_tokens
+from lowtide.rollout.generators.decoding import Decoder, Pace, Row, Written, leave_now, pace_on, written
 from lowtide.rollout.generators.generator import Completion, Finish, Heard, Lengths, Reply, Request, Sampling
-from lowtide.rollout.generators.plans import NextPlan, PromptPlan, RepliesPlan
+from lowtide.rollout.generators.plans import PromptPlan, RepliesPlan
 from lowtide.rollout.generators.policy import check_requests, not_finite
-from lowtide.rollout.generators.sampling import Streams, draw_tokens
 from lowtide.rollout.generators.stops import Stops
 from lowtide.rollout.generators.support import why_not
 
@@ -40,6 +40,7 @@ class RaggedGenerator:
             each of its completions with `max_new_tokens`. None holds all requests at once.
         lengths: for benchmarks, which compare generators on completions of the same lengths: the most tokens of each
             completion, where that is below `max_new_tokens`.
+        pace: how often the host looks at what is written; by default as suits the device. It changes no token.
     """
 
     def __init__(
@@ -47,8 +48,9 @@ class RaggedGenerator:
         tokenizer: Any = None,
         tokens_per_generation_batch: int | None = None,
         lengths: Lengths | None = None,
+        pace: Pace | None = None,
     ):
-        self.tokenizer, self.budget, self.lengths = tokenizer, tokens_per_generation_batch, lengths
+        self.tokenizer, self.budget, self.lengths, self.pace = tokenizer, tokens_per_generation_batch, lengths, pace
         self._served: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def generate(
@@ -79,7 +81,10 @@ class RaggedGenerator:
             self._served.add(inner)
         check_requests(model, requests, sampling)
         self._check_budget(requests, sampling)
-        run = _Run(model, requests, sampling, Stops(sampling, self.tokenizer))
+        pace = self.pace or pace_on(embedding_weight(model).device)
+        if heard is not None:
+            pace = replace(pace, steps=1)
+        run = _Run(model, requests, sampling, Stops(sampling, self.tokenizer), pace)
         run.budget, run.reply, run.heard, run.lengths = self.budget, reply, heard, self.lengths
         with inference(model):
             run.finish()
@@ -99,25 +104,6 @@ class RaggedGenerator:
                 )
 
 
-@dataclass(eq=False)
-class _Row(Line):
-    """A completion that is being written."""
-
-    request: int = 0
-    number: int = 0
-    key: int = 0
-    """Of its random numbers."""
-    most: int = 0
-    """Tokens, at most."""
-    completion: Completion = field(default_factory=Completion)
-    pending: list[int] = field(default_factory=list)
-    """Its last tokens, whose keys are not held yet."""
-    turn: int = 0
-    """Where the policy's turn begins among its tokens."""
-    used: dict[int, None] = field(default_factory=dict)
-    """Tokens of its prompt and its own, where a repetition penalty asks for them."""
-
-
 class _Run:
     """One call of `generate`."""
 
@@ -126,21 +112,22 @@ class _Run:
     heard: Heard | None = None
     lengths: Lengths | None = None
 
-    def __init__(self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, stops: Stops):
+    def __init__(self, model: nn.Module, requests: Sequence[Request], sampling: Sampling, stops: Stops, pace: Pace):
         self.model, self.requests, self.sampling, self.stops = model, requests, sampling, stops
         self.device = embedding_weight(model).device
-        self.store = KeyStore(sampling.max_new_tokens, self.device)
+        self.store = KeyStore(sampling.max_new_tokens, self.device, pace.fewest)
         self.waiting = deque(range(len(requests)))
         self.completions: list[list[Completion]] = [[] for _ in requests]
         shows_images = any(request.images for request in requests)
         self.position_rule = position_rule(model) if shows_images else None
         self.axes = 0 if self.position_rule is None else len(self.position_rule.positions(1, ()))
         """Of positions, where they are counted on several."""
+        self.pace, self.decoder = pace, Decoder(model, sampling, self.store, pace, self.axes)
 
     @property
-    def rows(self) -> list[_Row]:
-        """Those that are being written, in the order of their keys."""
-        return cast("list[_Row]", self.store.lines)
+    def rows(self) -> list[Row]:
+        """Those whose keys are held, in the order of their keys."""
+        return cast("list[Row]", self.store.lines)
 
     def finish(self) -> None:
         """Writes everything."""
@@ -157,7 +144,7 @@ class _Run:
         if not groups:
             return
         plan = PromptPlan(self.store, self.store.admit(groups), self.position_rule)
-        rows = [cast(_Row, line) for group in plan.groups for line in group.lines]
+        rows = [cast(Row, line) for group in plan.groups for line in group.lines]
         counts = [len(group.lines) for group in plan.groups]
         ends = [part.stop - 1 for part in plan.batch.segments]
         index = [end for end, count in zip(ends, counts, strict=True) for _ in range(count)]
@@ -166,64 +153,32 @@ class _Run:
 
     def _take_replies(self) -> None:
         """Runs what was returned to completions, and draws what follows."""
-        while rows := [row for row in self.rows if len(row.pending) > 1]:
+        while rows := [row for row in self.rows if row.replied]:
             plan = RepliesPlan(self.store, [(row, len(row.pending)) for row in rows], self.axes)
             tokens = [token for row in rows for token in row.pending]
             ends = torch.tensor([len(row.pending) for row in rows]).cumsum(0) - 1
-            found = self._forward(self._tensor(tokens), plan, rows, ends.to(self.device))
-            for row in rows:
-                row.held += len(row.pending)
-            self._write(rows, found)
+            self._write(rows, self._forward(self._tensor(tokens), plan, rows, ends.to(self.device)))
 
     def _step(self) -> None:
-        """Draws a token for each completion."""
+        """Draws tokens for each completion, as many as are drawn before the host looks."""
         rows = list(self.rows)
-        if not rows or any(len(row.pending) > 1 for row in rows):
-            return
-        places = [row.position for row in rows]
-        numbers = self._tensor(
-            [
-                [row.pending[0] for row in rows],
-                places,
-                [row.held for row in rows],
-                [place + row.group.shift for place, row in zip(places, rows, strict=True)],
-            ]
-        )
-        axes = numbers[3].expand(self.axes, -1) if self.axes else None
-        plan = NextPlan(self.store, numbers[1], numbers[2], axes)
-        found = self._forward(numbers[0], plan, rows, torch.arange(len(rows), device=self.device))
-        for row in rows:
-            row.held += 1
-        self._write(rows, found)
+        if rows:
+            self._write(rows, self.decoder.write(rows))
 
     def _forward(
-        self,
-        token_ids: Tensor,
-        plan: Any,
-        rows: Sequence[_Row],
-        index: Tensor,
-        images: Sequence[SegmentImage] = (),
-    ) -> Tensor:
-        """[3, rows]: tokens, log-probabilities and plain ones."""
-        streams = self._streams(rows)
+        self, token_ids: Tensor, plan: Any, rows: Sequence[Row], index: Tensor, images: Sequence[SegmentImage] = ()
+    ) -> list[Written]:
+        """A token of each row."""
+        streams = self.decoder.streams(rows)
 
         def read(logits: Tensor, span: slice) -> Tensor:
-            drawn = draw_tokens(logits, self.sampling, streams[span])
-            # Vocabularies are below 2^24, so that a float32 holds a token.
-            return torch.stack([drawn.tokens.to(drawn.logprobs.dtype), drawn.logprobs, drawn.plain_logprobs])
+            return self.decoder.draw(logits, streams[span], look=True)
 
-        return read_next(self.model, token_ids, plan, index, read, images)
-
-    def _streams(self, rows: Sequence[_Row]) -> Streams:
-        keys, places = self._tensor([[row.key for row in rows], [len(row.completion.token_ids) for row in rows]])
-        if self.sampling.repetition_penalty == 1:
-            return Streams(keys, places)
-        most = max(len(row.used) for row in rows)
-        used = [[*row.used, *([next(iter(row.used))] * (most - len(row.used)))] for row in rows]
-        return Streams(keys, places, self._tensor(used))
+        found = read_next(self.model, token_ids, plan, index, read, images)
+        return written(found[..., None], [1] * len(rows))
 
     def _tensor(self, numbers: Any) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.long).to(self.device, non_blocking=True)
+        return sent(torch.tensor(numbers, dtype=torch.long), self.device)
 
     # -- prompts that enter -------------------------------------------------------------------------------------
 
@@ -260,40 +215,40 @@ class _Run:
         prompts = sum(max(len(group.prompt) for group in block) * len(block) for block in self.store.blocks)
         return prompts + (len(self.store.lines) + more) * self.sampling.max_new_tokens
 
-    def _row(self, group: Group, request: int, number: int) -> _Row:
+    def _row(self, group: Group, request: int, number: int) -> Row:
         most = self.sampling.max_new_tokens
         if self.lengths is not None:
             most = min(most, self.lengths(request, number))
         key = stream_key(self.requests[request].seed, number)
-        row = _Row(group, request=request, number=number, key=key, most=most)
-        if self.sampling.repetition_penalty != 1:
-            row.used = dict.fromkeys(group.prompt)
-        return row
+        return Row(group, request=request, number=number, key=key, most=most)
 
     # -- what was written ---------------------------------------------------------------------------------------
 
-    def _write(self, rows: Sequence[_Row], found: Tensor) -> None:
-        """Appends a token to each completion; those that end leave."""
-        ended = []
-        for row, token, logprob, plain in zip(rows, *found.tolist(), strict=True):
+    def _write(self, rows: Sequence[Row], found: Sequence[Written]) -> None:
+        """Appends tokens to completions; those that have ended leave."""
+        for row, each in zip(rows, found, strict=True):
+            if not row.ended:
+                self._append(row, each)
+        ended = [row for row in self.rows if row.ended]
+        if leave_now(len(ended), len(self.rows), self.pace):
+            self.store.remove(ended)
+
+    def _append(self, row: Row, found: Written) -> None:
+        """Appends tokens to a completion up to where it ends, or is replied to."""
+        for token, logprob, plain in zip(*found, strict=True):
             if not math.isfinite(plain):
                 raise not_finite(row.request, row.number, len(row.completion.token_ids))
-            self._append(row, [int(token)], logprob, plain, written=True)
-            row.pending = [int(token)]
-            told = self.heard is not None and bool(self.heard(row.request, row.number, int(token)))
+            row.completion.append([token], [logprob], [plain], written=True)
+            row.held += len(row.pending)
+            row.pending = [token]
+            told = self.heard is not None and bool(self.heard(row.request, row.number, token))
             finish = self._finish(row, told)
             if finish is not None:
-                row.completion.finish = finish
-                ended.append(row)
-        self.store.remove(ended)
+                row.completion.finish, row.ended = finish, True
+            if row.ended or row.replied:
+                return
 
-    def _append(self, row: _Row, tokens: Sequence[int], logprob: float, plain: float, written: bool) -> None:
-        count = len(tokens)
-        row.completion.append(tokens, [logprob] * count, [plain] * count, written=written)
-        if self.sampling.repetition_penalty != 1:
-            row.used.update(dict.fromkeys(tokens))
-
-    def _finish(self, row: _Row, told: bool) -> Finish | None:
+    def _finish(self, row: Row, told: bool) -> Finish | None:
         """Why a completion is over; None where it goes on, with what was returned to it if it has come to a stop.
 
         Args:
@@ -309,7 +264,8 @@ class _Run:
         if reply is None:
             return "stop"
         tokens = [int(token) for token in reply][:left]
-        self._append(row, tokens, 0.0, 0.0, written=False)
+        completion.append(tokens, [0.0] * len(tokens), [0.0] * len(tokens), written=False)
         row.pending += tokens
         row.turn = len(completion.token_ids)
+        self.decoder.replied = True
         return "length" if len(tokens) == left else None

@@ -29,8 +29,12 @@ class Streams:
     used: Int[Tensor, "rows ids"] | None = None
     """Tokens that the repetition penalty counts as used, some of them several times; None without penalty."""
 
+    never: Int[Tensor, " banned"] | None = None
+    """Tokens that are not drawn; None where there are none."""
+
     def __getitem__(self, rows: slice) -> Streams:
-        return Streams(self.keys[rows], self.places[rows], None if self.used is None else self.used[rows])
+        used = None if self.used is None else self.used[rows]
+        return Streams(self.keys[rows], self.places[rows], used, self.never)
 
 
 class Drawn(NamedTuple):
@@ -41,13 +45,23 @@ class Drawn(NamedTuple):
     """Under the distribution that was drawn from; 0 where the likeliest was taken."""
     plain_logprobs: Tensor
     """Under the whole distribution at the temperature (at 1 where that is 0)."""
+    settled: Tensor | None = None
+    """Whether a token is what was asked for; None where all are. See `candidates`."""
 
 
-def draw_tokens(logits: Float[Tensor, "rows vocab"], sampling: Sampling, streams: Streams) -> Drawn:
+def draw_tokens(
+    logits: Float[Tensor, "rows vocab"],
+    sampling: Sampling,
+    streams: Streams,
+    *,
+    look: bool = True,
+    whole: bool = False,
+) -> Drawn:
     """A token for each row.
 
     Args:
         logits: at least in float32; used up. A row that is not finite gives log-probabilities that are not.
+        look: as of `candidates`; likewise `whole`.
     """
     if sampling.temperature == 0:
         return _likeliest(logits, sampling, streams)
@@ -55,21 +69,23 @@ def draw_tokens(logits: Float[Tensor, "rows vocab"], sampling: Sampling, streams
         logits.div_(sampling.temperature)
     uniform = uniforms(streams.keys, streams.places)
     cuts = sampling.top_k > 0 or sampling.top_p < 1
-    if not cuts and sampling.min_p == 0 and streams.used is None and not sampling.never_ids:
+    if not cuts and sampling.min_p == 0 and streams.used is None and streams.never is None:
         probabilities = torch.softmax(logits, -1)
         tokens = draw(probabilities, uniform)
         logprobs = probabilities.gather(1, tokens[:, None]).log_()[:, 0]
         return Drawn(tokens, logprobs, logprobs)
     # The temperature has divided the logits already, which changes no sign: it commutes with the penalty.
     scores = _drawn_from(logits, sampling, streams)
-    found, ids = candidates(scores, sampling.top_k, sampling.top_p) if cuts else (scores, None)
+    found, ids, settled = scores, None, None
+    if cuts:
+        found, ids, settled = candidates(scores, sampling.top_k, sampling.top_p, look=look, whole=whole)
     if sampling.min_p > 0:
         found = cut_below(found, sampling.min_p)
     probabilities = torch.softmax(found, -1)
     place = draw(probabilities, uniform)[:, None]
     tokens = place if ids is None else ids.gather(1, place)
     logprobs = probabilities.gather(1, place).log_()[:, 0]
-    return Drawn(tokens[:, 0], logprobs, _logprobs(logits, tokens))
+    return Drawn(tokens[:, 0], logprobs, _logprobs(logits, tokens), settled)
 
 
 def _likeliest(logits: Tensor, sampling: Sampling, streams: Streams) -> Drawn:
@@ -82,10 +98,7 @@ def _likeliest(logits: Tensor, sampling: Sampling, streams: Streams) -> Drawn:
 def _drawn_from(logits: Tensor, sampling: Sampling, streams: Streams) -> Tensor:
     """The logits with the repetition penalty, without tokens that are never drawn; the same tensor without both."""
     scores = logits if streams.used is None else penalize(logits, streams.used, sampling.repetition_penalty)
-    if not sampling.never_ids:
-        return scores
-    never = torch.tensor(sampling.never_ids, device=logits.device)
-    return scores.index_fill(1, never, float("-inf"))
+    return scores if streams.never is None else scores.index_fill(1, streams.never, float("-inf"))
 
 
 def _logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -120,6 +120,7 @@ def _token_by_token(model: nn.Module) -> Tensor:
         positions, held = (
             torch.tensor([getattr(line, name) for line in lines], device=device) for name in ("position", "held")
         )
+        store.extend(1)
         said = read_next(model, tokens, NextPlan(store, positions, held), torch.arange(2, device=device), _logprobs)
         for place, line in enumerate(lines):
             found[place].append(said[:, place])

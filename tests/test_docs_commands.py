@@ -89,7 +89,7 @@ ROWS: dict[str, Callable[[], Iterable[Any]]] = {
     "vision": _looked_at,
     **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), lambda: [row for each in QUESTIONS for row in pair_rows(each)]),
     **dict.fromkeys(("kto", "bco"), lambda: [row for each in QUESTIONS for row in labelled_rows(each)]),
-    **dict.fromkeys(("grpo", "rloo", "online-dpo", "ppo", "distillation"), _prompts),
+    **dict.fromkeys(("grpo", "gmpo", "rloo", "online-dpo", "ppo", "distillation"), _prompts),
     **dict.fromkeys(("masked-lm", "replaced-token-detection", "pretrain"), lambda: masked_texts.texts(64)),
     "seq2seq": lambda: pairs_of_texts.rows(16),
     "sequence-classification": lambda: classifying.dataset(16, kind="name"),

@@ -35,6 +35,7 @@ TRAINERS = (
     "cpo",
     "bco",
     "grpo",
+    "gmpo",
     "rloo",
     "gkd",
     "distillation",

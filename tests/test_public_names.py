@@ -1,7 +1,9 @@
 """The public names, once more: a change here is a change for users."""
 
+import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +34,8 @@ NAMES = [
     "DistillationTrainer",
     "GKDConfig",
     "GKDTrainer",
+    "GMPOConfig",
+    "GMPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "KTOConfig",
@@ -133,3 +137,11 @@ def test_importing_the_package_and_its_command_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_each_module_of_trls_experimental_folder_has_a_row():
+    folder = Path(pytest.importorskip("trl").__file__).with_name("experimental")
+    modules = [each.name for each in pkgutil.iter_modules([str(folder)]) if each.name != "utils"]
+    page = (Path(__file__).parents[1] / "docs" / "migrating-from-trl.md").read_text(encoding="utf-8")
+    assert len(modules) > 10
+    assert [name for name in modules if f"| `from trl.experimental.{name} import " not in page] == []

@@ -394,6 +394,7 @@ GRPO: dict[str, dict[str, Any]] = {
     "two bounds": {"loss_type": "dapo", "epsilon_high": 0.4, "delta": 1.5},
     "reference": {"loss_type": "bnpo", "beta": 0.3},
     "plain divergence": {"loss_type": "dr_grpo", "beta": 0.3, "use_bias_correction_kl": False},
+    "geometric mean, narrow": {"loss_type": "gmpo", "epsilon": 0.05, "epsilon_high": 0.1, "beta": 0.3},
     "entropy": {"loss_type": "grpo", "entropy_coef": 0.2},
     "left behind": {"loss_type": "grpo", "off_policy_mask_threshold": 0.02},
     "other gates": {"loss_type": "sapo", "sapo_temperature_neg": 2.0, "sapo_temperature_pos": 0.5},
@@ -422,6 +423,11 @@ def plain_loss(rows: Written, options: Any, ratio: list[Tensor], row: int) -> Te
             else (options.vespo_k_neg, options.vespo_lambda_neg)
         )
         return -(weight**k * torch.exp(lam * (1 - weight))) * a * logps
+    if name == "gmpo":
+        logs, own = r.log(), torch.ones_like(r) if rows.kept is None else of_each(rows, rows.kept)[row].to(r)
+        inside = logs.clamp(max=upper) if a[0] > 0 else logs.clamp(min=-options.epsilon)
+        taken = max(own.sum().item(), 1.0)
+        return -a * ((inside * own).sum() / taken).exp() * len(r) / taken
     bounded = r if options.delta is None else r.clamp(max=options.delta)
     within = r.clamp(1 - options.epsilon, 1 + upper)
     return -torch.minimum(bounded * a, within * a)
@@ -429,7 +435,7 @@ def plain_loss(rows: Written, options: Any, ratio: list[Tensor], row: int) -> Te
 
 def divisor(options: Any, row: int) -> float:
     name = options.loss_type
-    if name in ("grpo", "sapo"):
+    if name in ("grpo", "sapo", "gmpo"):
         return max(LENGTHS[row], 1) * ROWS
     if name in ("dapo", "cispo", "vespo"):
         return 11.0
@@ -477,6 +483,9 @@ def test_grpo(name, held, cut):
         weights = [-plain_loss(rows, options, ratio, row) / of_each(rows, rows.advantages * rows.logprobs)[row]
                    for row in range(ROWS) if LENGTHS[row]]  # fmt: skip
         metrics["vespo/phi_seq_mean"] = torch.stack([each[0] for each in weights]).mean()
+    elif options.loss_type == "gmpo":
+        low, high = (every.log() < -options.epsilon) & ~gained, (every.log() > upper) & gained
+        metrics |= clip_shares(rows, low, high, by_completion)
     elif options.loss_type != "sapo":
         bounded = every if options.delta is None else every.clamp(max=options.delta)
         low, high = (bounded < 1 - options.epsilon) & ~gained, (bounded > 1 + upper) & gained
@@ -502,7 +511,9 @@ def few_tokens(ratio: list[float], advantages: list[float]) -> tuple[Written, Te
     ],
 )
 def test_shares_that_are_clipped_are_of_completions_with_tokens(ratio, advantages, expected):
-    _, lows, highs = policy_gradient.clip_metrics(*few_tokens(ratio, advantages), grpo.GRPOOptions(), "token")
+    written, ratios = few_tokens(ratio, advantages)
+    beyond = policy_gradient.beyond_clip(written, ratios, grpo.GRPOOptions())
+    _, lows, highs = policy_gradient.clip_metrics(written, *beyond, "token")
     assert (lows["clip_ratio/low_min"].item(), highs["clip_ratio/high_max"].item()) == expected
 
 

@@ -34,6 +34,7 @@ from tests.support.references.parity_world import (
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
 lowtide = pytest.importorskip("lowtide")
 grpo_module = pytest.importorskip("trl.trainer.grpo_trainer")
+gmpo_module = pytest.importorskip("trl.experimental.gmpo")
 rloo_module = pytest.importorskip("trl.trainer.rloo_trainer")
 
 SETTINGS = {
@@ -130,6 +131,12 @@ CASES = {
     "vllm, truncated completions masked": Case(
         WITH_VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "mask_truncated_completions": True}
     ),
+    "gmpo": Case({"num_generations": 4}, method="GMPO"),
+    "gmpo, several iterations": Case({"num_generations": 4, **SEVERAL}, method="GMPO"),
+    "gmpo, narrow": Case({"num_generations": 4, "epsilon": 2e-3, "epsilon_high": 4e-3, **SEVERAL}, method="GMPO"),
+    "gmpo with a reference": Case({"num_generations": 4, "beta": 0.1}, method="GMPO"),
+    "gmpo, lora": Case({"num_generations": 4, "learning_rate": 5e-3}, method="GMPO", lora=True),
+    "gmpo within a token budget": Case({"num_generations": 4}, {"tokens_per_microbatch": 130}, method="GMPO"),
     "rloo": Case({"num_generations": 4}, method="RLOO"),
     "rloo, two completions": Case({}, method="RLOO"),
     "rloo without a reference": Case({"num_generations": 4, "beta": 0.0}, method="RLOO"),
@@ -143,7 +150,7 @@ CASES = {
     "rloo, two rewards": Case({"num_generations": 4}, method="RLOO", two=True),
 }
 QUICK = ("grpo, several iterations", "rloo")
-LONG = (*TYPES, "luspo", "reference", "lora", "rloo", "dapo, several iterations", "rloo, several iterations")
+LONG = (*TYPES, "gmpo", "luspo", "reference", "lora", "rloo", "dapo, several iterations", "rloo, several iterations")
 
 
 class Writer:
@@ -216,7 +223,8 @@ def rows(count: int, chat: bool) -> list[dict[str, Any]]:
 
 
 def build_trainer(library: Any, case: Case, folder: Any, steps: int, more: dict[str, Any] | None = None) -> Any:
-    config = getattr(library, f"{case.method}Config")(
+    place = gmpo_module if case.method == "GMPO" and library is trl else library
+    config = getattr(place, f"{case.method}Config")(
         output_dir=str(folder), **SETTINGS | {"max_steps": steps} | case.flags | (more or {})
     )
     arguments: dict[str, Any] = {}
@@ -227,9 +235,9 @@ def build_trainer(library: Any, case: Case, folder: Any, steps: int, more: dict[
     if case.came:
         model = trained_before(model, arguments.pop("peft_config"))
     writer = Writer(case.tools, bool(case.flags.get("use_vllm")))
-    if library is lowtide or case.method == "GRPO":
+    if library is lowtide or case.method != "RLOO":
         arguments["rollout_func"] = writer
-    trainer = getattr(library, f"{case.method}Trainer")(
+    trainer = getattr(place, f"{case.method}Trainer")(
         model=model,
         reward_funcs=[brief, vowels] if case.two else brief,
         args=config,

@@ -90,6 +90,11 @@ METHODS = MethodTable(
             "group relative policy optimization: completions that the model writes, rewarded against each other",
             module="lowtide.methods.online.grpo",
         ),
+        "gmpo": MethodRow(
+            "GMPO",
+            "geometric-mean policy optimization: GRPO with the geometric mean of a completion's clipped ratios",
+            module="lowtide.methods.online.gmpo",
+        ),
         "rloo": MethodRow(
             "RLOO",
             "REINFORCE with a leave-one-out baseline: completions that the model writes, rewarded",

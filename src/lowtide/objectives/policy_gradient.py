@@ -101,6 +101,36 @@ def clipped(written: Written, ratio: Tensor, settings: Settings) -> Float[Tensor
     return -torch.minimum(bounded * written.advantages, within * written.advantages)
 
 
+def beyond_clip(
+    written: Written, ratio: Tensor, settings: Settings
+) -> tuple[Bool[Tensor, " scores"], Bool[Tensor, " scores"]]:
+    """Where the clip holds: (below, above)."""
+    bounded = ratio if settings.delta is None else torch.clamp(ratio, max=settings.delta)
+    low = (bounded < 1 - settings.epsilon) & (written.advantages < 0)
+    return low, (bounded > 1 + settings.upper) & (written.advantages > 0)
+
+
+def geometric_mean(written: Written, ratio: Tensor, settings: Settings) -> Float[Tensor, " scores"]:
+    """The geometric mean of the ratios of a completion's tokens, whose logs are clipped on the side on which they gain
+    (arXiv 2507.20673, equation 4). Each of its tokens has this loss, so that their mean over the completion is it;
+    tokens that are left out have no part in the mean, and the others count for them."""
+    logs = written.log_ratios
+    gained = torch.clamp(logs, max=settings.upper)
+    within = torch.where(written.advantages > 0, gained, torch.clamp(logs, min=-settings.epsilon))
+    taking = torch.ones_like(written.old) if written.kept is None else written.kept.to(written.old.dtype)
+    counts = written.sums(taking).clamp(min=1)
+    weight = torch.exp(written.sums(within * taking) / counts) * written.lengths / counts
+    return -weight[written.completion] * written.advantages
+
+
+def beyond_log_clip(
+    written: Written, ratio: Tensor, settings: Settings
+) -> tuple[Bool[Tensor, " scores"], Bool[Tensor, " scores"]]:
+    """Where the clip of logs holds: (below, above)."""
+    logs, gained = written.log_ratios.detach(), written.advantages > 0
+    return (logs < -settings.epsilon) & (written.advantages < 0), (logs > settings.upper) & gained
+
+
 def cispo(written: Written, ratio: Tensor, settings: Settings) -> Float[Tensor, " scores"]:
     """Log-probabilities weighted by ratios that are clipped above and carry no gradient (arXiv 2506.13585, eq. 4)."""
     return -torch.clamp(ratio, max=settings.upper).detach() * written.advantages * written.logprobs
@@ -157,15 +187,26 @@ class PolicyLoss:
     """The options that it reads; another that is set for it alone would be without effect."""
     corrects: bool = field(default=False, kw_only=True)
     """It takes in the generator's correction by itself."""
+    beyond: Callable[[Written, Tensor, Settings], tuple[Tensor, Tensor]] | None = field(default=None, kw_only=True)
+    """Where its clip holds, (below, above); None if it has none."""
+    of_tokens: bool = field(default=False, kw_only=True)
+    """It takes ratios of tokens alone, whatever `importance_sampling_level` says."""
 
 
 CLIP = frozenset({"epsilon", "epsilon_high", "delta"})
 LOSSES: dict[str, PolicyLoss] = {
-    "grpo": PolicyLoss(clipped, Scale.COMPLETION, reads=CLIP),
-    "dr_grpo": PolicyLoss(clipped, Scale.LONGEST, reads=CLIP),
-    "dapo": PolicyLoss(clipped, Scale.WINDOW, reads=CLIP),
-    "bnpo": PolicyLoss(clipped, Scale.STEP, reads=CLIP),
-    "luspo": PolicyLoss(clipped, Scale.SUM, reads=CLIP),
+    "grpo": PolicyLoss(clipped, Scale.COMPLETION, reads=CLIP, beyond=beyond_clip),
+    "dr_grpo": PolicyLoss(clipped, Scale.LONGEST, reads=CLIP, beyond=beyond_clip),
+    "dapo": PolicyLoss(clipped, Scale.WINDOW, reads=CLIP, beyond=beyond_clip),
+    "bnpo": PolicyLoss(clipped, Scale.STEP, reads=CLIP, beyond=beyond_clip),
+    "luspo": PolicyLoss(clipped, Scale.SUM, reads=CLIP, beyond=beyond_clip),
+    "gmpo": PolicyLoss(
+        geometric_mean,
+        Scale.COMPLETION,
+        reads=frozenset({"epsilon_high"}),
+        beyond=beyond_log_clip,
+        of_tokens=True,
+    ),
     "cispo": PolicyLoss(cispo, Scale.WINDOW, reads=frozenset({"epsilon_high"})),
     "sapo": PolicyLoss(sapo, Scale.COMPLETION, reads=frozenset({"sapo_temperature_neg", "sapo_temperature_pos"})),
     "vespo": PolicyLoss(
@@ -209,12 +250,10 @@ def over_tokens(written: Written, values: Tensor, level: str = "token") -> Mean:
 
 
 def clip_metrics(
-    written: Written, ratio: Tensor, settings: Settings, level: str
+    written: Written, low: Bool[Tensor, " scores"], high: Bool[Tensor, " scores"], level: str
 ) -> tuple[Mapping[str, Mean], Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """How often the clip holds: means over tokens, and the smallest and largest share of a completion's."""
-    bounded = ratio if settings.delta is None else torch.clamp(ratio, max=settings.delta)
-    low = (bounded < 1 - settings.epsilon) & (written.advantages < 0)
-    high = (bounded > 1 + settings.upper) & (written.advantages > 0)
+    """How often the clip holds, below and above: means over tokens, and the smallest and largest share of a
+    completion's."""
     names = {"low_mean": low, "high_mean": high, "region_mean": low | high}
     means = {f"clip_ratio/{name}": over_tokens(written, each.float(), level) for name, each in names.items()}
     empty = written.lengths == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 NOT_YET = "trains by a method that lowtide does not have yet: keep TRL's"
+GOLD = "distils from a teacher of other tokens, which lowtide does not yet: keep TRL's"
+SERVER = "asks a server for a teacher's log-probabilities: take DistillationTrainer, which loads the teacher"
 IMAGES = "is not needed: trainers take rows with images, and the model's processor as processing_class"
 VISION = "is of models that make images, and lowtide trains those that write: keep TRL's"
 JUDGE = (
@@ -13,7 +15,18 @@ TEMPLATE = "is not needed: assistant_only_loss=True marks or aligns the assistan
 TOOLS = "is of methods that call tools while they write: keep TRL's"
 
 ELSEWHERE: dict[str, str] = {
-    **dict.fromkeys(("XPOConfig", "XPOTrainer", "NashMDConfig", "NashMDTrainer"), NOT_YET),
+    **{
+        f"{method}{kind}": NOT_YET
+        for method in ("XPO", "NashMD", "TPO", "A2PO", "SDFT", "SDPO", "IWOPD")
+        for kind in ("Config", "Trainer")
+    },
+    **dict.fromkeys(("GOLDConfig", "GOLDTrainer"), GOLD),
+    **dict.fromkeys(("ServerDistillationConfig", "ServerDistillationTrainer"), SERVER),
+    **dict.fromkeys(("AsyncGRPOConfig", "AsyncGRPOTrainer"), "writes beside training: take GRPOConfig and GRPOTrainer"),
+    **dict.fromkeys(
+        ("AsyncDistillationConfig", "AsyncDistillationTrainer"),
+        "writes beside training: take DistillationConfig and DistillationTrainer",
+    ),
     **dict.fromkeys(("PRMConfig", "PRMTrainer"), "trains token classification, which lowtide does not yet: keep TRL's"),
     **dict.fromkeys(
         ("AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "PreTrainedModelWrapper"),

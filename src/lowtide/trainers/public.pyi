@@ -17,6 +17,7 @@ from lowtide.methods.kto import KTOOptions
 from lowtide.methods.masked_lm import MaskedLMOptions
 from lowtide.methods.method import Method
 from lowtide.methods.online.distillation import DistillationOptions
+from lowtide.methods.online.gmpo import GMPOOptions
 from lowtide.methods.online.grpo import GRPOOptions
 from lowtide.methods.online.online_dpo import OnlineDPOOptions
 from lowtide.methods.online.ppo import PPOOptions
@@ -227,6 +228,11 @@ class DistillationTrainer(_AsDistillation): ...
 class GRPOConfig(GRPOOptions, TrainingConfig): ...
 
 class GRPOTrainer(_AsGRPO): ...
+
+@dataclass
+class GMPOConfig(GMPOOptions, TrainingConfig): ...
+
+class GMPOTrainer(_AsGRPO): ...
 
 @dataclass
 class RLOOConfig(RLOOOptions, TrainingConfig): ...

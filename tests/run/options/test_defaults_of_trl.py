@@ -9,7 +9,13 @@ import pytest
 import lowtide
 
 trl = pytest.importorskip("trl")
-EXPERIMENTAL = {"CPOConfig": "cpo", "GKDConfig": "gkd", "ORPOConfig": "orpo", "OnlineDPOConfig": "online_dpo"}
+EXPERIMENTAL = {
+    "CPOConfig": "cpo",
+    "GKDConfig": "gkd",
+    "GMPOConfig": "gmpo",
+    "ORPOConfig": "orpo",
+    "OnlineDPOConfig": "online_dpo",
+}
 CONFIGS = sorted(
     name for name in lowtide.__all__ if name.endswith("Config") and (hasattr(trl, name) or name in EXPERIMENTAL)
 )
@@ -17,6 +23,8 @@ OTHERWISE = {
     "padding_free": "rows have no padding unless it is asked for",
     "pad_to_multiple_of": "accepted without effect",
     "GKDConfig.truncation_mode": "TRL's collator of GKD keeps the end of a row, whatever its config says",
+    "GMPOConfig.loss_type": "TRL's is GRPO's, which its trainer does not read",
+    "GMPOConfig.use_bias_correction_kl": "TRL's is GRPO's, which its trainer does not read",
     "OnlineDPOConfig.max_new_tokens": "another name of max_completion_length, whose default counts",
     "OnlineDPOConfig.beta": "a list of one value is that value",
 }

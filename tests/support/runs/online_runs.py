@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {
     **ON_A_CPU,
 }
 
-LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo", "gmpo")
 """Of GRPO."""
 
 

@@ -23,7 +23,6 @@ from lowtide.objectives.policy_gradient import (
     Scale,
     Written,
     clip_metrics,
-    clipped,
     divergence,
     gamma_weights,
     near_policy,
@@ -133,6 +132,11 @@ class GRPOOptions(RewardedOptions, VisionOptions):
             )
         check_read(self, READ, LOSSES, [self.loss_type])
         self._check_correction()
+        if self.importance_sampling_level == "sequence" and LOSSES[self.loss_type].of_tokens:
+            raise ValueError(
+                f"importance_sampling_level='sequence' would have no effect, since loss_type={self.loss_type!r} takes "
+                "the geometric mean of a completion's ratios by itself: leave it out"
+            )
         if self.sync_ref_model and not self.compares:
             raise ValueError("sync_ref_model=True moves a reference, and beta=0 has none: set beta above 0")
         if self.entropy_coef_min > self.entropy_coef_max:
@@ -233,8 +237,9 @@ def loss(written: Written, counts: Counts, *, options: GRPOOptions, control: Ent
         total = total - control.applied(options) * taking_part.sum() / max(counts["kept"], 1)
     lows: dict[str, Tensor] = {}
     highs: dict[str, Tensor] = {}
-    if variant.fn is clipped and len(written.logprobs):
-        of_clip, lows, highs = clip_metrics(written, ratio, options, options.importance_sampling_level)  # type: ignore
+    if variant.beyond is not None and len(written.logprobs):
+        low, high = variant.beyond(written, ratio, options)
+        of_clip, lows, highs = clip_metrics(written, low, high, options.importance_sampling_level)  # type: ignore
         means |= of_clip
     elif options.loss_type == "cispo":
         above = (ratio > options.upper) & (written.advantages > 0)

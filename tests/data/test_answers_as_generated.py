@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lowtide import DPOConfig, DPOTrainer, KTOConfig, RewardConfig, RewardTrainer
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
+from lowtide.data.prepare import PrepareOptions, prepare
 from tests.support.texts.chatml import CHATML, MARKED_CHATML
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -128,6 +129,59 @@ def test_stop_tokens_of_the_model_end_answers_too(tokenizer):
     assert texts(tokenizer, row)["chosen"] == "24<|endoftext|>\n\n"
     [row] = prepared(PAIRS[:1], tokenizer, stop_ids=(0,))
     assert texts(tokenizer, row)["chosen"] == "24<|endoftext|>"
+
+
+def learned(rows, tokenizer, **options):
+    """The context and what is scored of rows that supervised fine-tuning or distillation learns from."""
+    options = PrepareOptions(vocab_size=1000, **options)
+    dataset, _ = prepare(Dataset.from_list(rows), tokenizer, options, batch_size=2, packing=False)
+    assert dataset.column_names == ["input_ids", "labels"]
+    found = []
+    for row in dataset:
+        places = [place for place, label in enumerate(row["labels"]) if label != -100]
+        assert places == [*range(places[0], len(row["labels"]))]
+        found.append(
+            tuple(tokenizer.decode(ids) for ids in (row["input_ids"][: places[0]], row["input_ids"][places[0] :]))
+        )
+    return found
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_completions_of_prompts_are_those_of_pairs(tokenizer, marks):
+    tokenizer.chat_template = MARKED_CHATML if marks else OPENING
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+    expected = [(each["prompt"], each["chosen"]) for each in map(texts, [tokenizer] * 2, prepared(PAIRS, tokenizer))]
+    assert learned(rows, tokenizer) == expected
+    talks = [{"messages": row["prompt"] + row["chosen"]} for row in PAIRS]
+    assert learned(talks, tokenizer, last_turn_only=True, one_segment=True) == expected
+    assert learned(rows, tokenizer, turns="whole") != expected
+    if not marks:
+        assert all(context.endswith("<think>\n") for context, _ in expected)
+
+
+def test_scored_prompts_are_whole(tokenizer):
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
+    [(_, whole), *_] = learned(rows, tokenizer, completion_only_loss=False)
+    assert whole.startswith("<|im_start|>user")
+    assert whole.endswith("24<|im_end|>\n")
+
+
+def test_a_completion_of_several_turns_after_a_prompt_is_told(tokenizer, caplog):
+    rows = [
+        {"prompt": PAIRS[0]["prompt"], "completion": [said("42"), asked("Really?"), said("Yes")]},
+        {"prompt": PAIRS[1]["prompt"], "completion": [said("12")]},
+    ]
+    with caplog.at_level(logging.WARNING):
+        (_, longer), (_, short) = learned(rows, tokenizer)
+    assert longer.endswith("Yes<|im_end|>\n")
+    assert short == "12<|im_end|>"
+    assert caplog.text.count("in 1 of 2 rows (the first is row 0) a completion is not one message") == 1
+
+
+def test_the_end_of_a_thought_needs_completions_of_conversations(tokenizer):
+    for rows in ([{"text": "How?"}], [{"messages": PAIRS[0]["prompt"] + PAIRS[0]["chosen"]}]):
+        with pytest.raises(ValueError, match="thought_end='</think>' requires turns='as_generated'"):
+            learned(rows, tokenizer, thought_end="</think>")
 
 
 def tiny(kind, tokenizer, **more):

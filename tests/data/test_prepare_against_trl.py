@@ -79,6 +79,7 @@ def prepared_by_trl(
 
 
 def prepared_here(rows, tokenizer, **options):
+    options = {"turns": "whole", **options}
     dataset, _ = prepare(Dataset.from_list(rows), tokenizer, PrepareOptions(**options), batch_size=8, packing=False)
     return list(dataset)
 

@@ -95,6 +95,7 @@ def build_trainer(
     library: Any, case: Case, folder: Any, steps: int, more: dict[str, Any] | None = None, **datasets: Any
 ) -> Any:
     flags = SETTINGS | {"max_steps": steps} | case.flags | (more or {})
+    flags |= {"turns": "whole"} if library is lowtide else {}
     return library.GKDTrainer(
         model=build_model(case.model),
         teacher_model=build_teacher(),

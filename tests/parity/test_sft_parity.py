@@ -66,7 +66,7 @@ CASES = {
     "conversations from and value": Case("conversations"),
     "prompt and completion": Case("prompt_completion"),
     "prompt and completion, both scored": Case("prompt_completion", {"completion_only_loss": False}),
-    "prompt and completion, conversational": Case("prompt_completion_messages"),
+    "prompt and completion, conversational": Case("prompt_completion_messages", ours={"turns": "whole"}),
     "accumulated 2x4": Case("prompt_completion", accumulated(2, 4)),
     "accumulated 2x4, last group short": Case("prompt_completion", accumulated(2, 4), rows=42),
     "accumulated 1x4, nothing checkpointed": Case(flags=accumulated(1, 4, gradient_checkpointing=False)),

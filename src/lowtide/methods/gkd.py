@@ -21,7 +21,7 @@ from lowtide.data.batches.prompted import PromptedCollator, with_longest
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.online.rollouts import WritingOptions
 from lowtide.methods.sft import TextOptions
-from lowtide.methods.shared.options import TeacherOptions
+from lowtide.methods.shared.options import TeacherOptions, TurnOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.methods.shared.rows import Drawing, Preparation, Prepared, Texts
 from lowtide.objectives.distillation import divergence
@@ -34,7 +34,7 @@ WITH_PROMPTS = ("messages", "conversations", "prompt", "instruction", "labels", 
 
 
 @dataclass(kw_only=True)
-class GKDOptions(TextOptions, WritingOptions, TeacherOptions):
+class GKDOptions(TextOptions, TurnOptions, WritingOptions, TeacherOptions):
     """The options of generalized knowledge distillation, under TRL's names and with its defaults."""
 
     truncation_mode: str = option(
@@ -73,9 +73,9 @@ class GKDOptions(TextOptions, WritingOptions, TeacherOptions):
         return not self.assistant_only_loss
 
     @property
-    def turns(self) -> str:
+    def one_segment(self) -> bool:
         """A row is one segment, whose completion may be written anew."""
-        return "whole"
+        return True
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
@@ -84,6 +84,7 @@ class GKDOptions(TextOptions, WritingOptions, TeacherOptions):
             ValueError: an option has no such value, or two options exclude each other.
         """
         self.check_texts()
+        self.check_turns()
         self.check_writing()
         if not self.writes:
             return

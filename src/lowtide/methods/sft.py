@@ -119,7 +119,7 @@ class SFTOptions(TextOptions, TurnOptions, VisionOptions):
         if self.loss_type == "chunked_nll":  # TRL's older name of the same
             self.loss_type = "nll"
         if not self.assistant_only_loss:
-            for name in ("roles_to_train", "train_on_last_turn_only", "thought_end"):
+            for name in ("roles_to_train", "train_on_last_turn_only"):
                 if getattr(self, name):
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} requires assistant_only_loss=True, which scores messages: set "

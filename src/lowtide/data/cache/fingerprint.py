@@ -30,7 +30,7 @@ from lowtide.data.options import TokenOptions
 
 logger = logging.getLogger(__name__)
 
-VERSION = 7
+VERSION = 8
 """Raised whenever preparation gives other numbers than before."""
 NEUTRAL = (
     *("num_proc", "source", "shuffle", "seed", "packing_strategy", "prefix_sharing"),
@@ -38,8 +38,6 @@ NEUTRAL = (
 )
 """Options that don't change how a single row is prepared; the limits on its length count as truncation does, and how
 rounds are laid as what it comes to."""
-OF_TURNS = ("turns", "stop_ids", "roles_to_train", "train_on_last_turn_only", "thought_end")
-"""Those that texts and conversations read where the assistant's turns alone are scored."""
 
 
 def rows_fingerprint(
@@ -55,8 +53,6 @@ def rows_fingerprint(
         for field in dataclasses.fields(options)
         if field.name not in (*NEUTRAL, "formatting_func")
     }
-    if values.get("assistant_only_loss") is False:
-        values = {name: value for name, value in values.items() if name not in OF_TURNS}
     return combine(
         VERSION,
         transformers.__version__,

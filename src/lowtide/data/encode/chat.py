@@ -203,12 +203,32 @@ class ChatEncoder:
             for each, rows in zip(turns, made, strict=True)
         ]
 
-    def encode_answers(self, chats: Sequence[ChatSample], place: RowPlace) -> list[Answer]:
-        """The last message of each conversation, which is the assistant's, as it is generated.
+    def encode_answers(self, chats: Sequence[ChatSample], place: RowPlace, generated: Sequence[bool]) -> list[Answer]:
+        """The last message of each conversation, which is the assistant's, as it is generated; or what follows the
+        prompt, as the template writes the whole conversation.
+
+        Args:
+            generated: which of the conversations are taken as they are generated.
 
         Raises:
             ValueError: as `encode_rounds`.
         """
+        made: list[Answer] = [Answer([], [])] * len(chats)
+        for encode, how in ((self._generated, True), (self._as_they_stand, False)):
+            these = [number for number, each in enumerate(generated) if each == how]
+            if these:
+                rows = RowPlace(place.source, [place.numbers[number] for number in these])
+                for number, answer in zip(these, encode([chats[number] for number in these], rows), strict=True):
+                    made[number] = answer
+        return made
+
+    def _as_they_stand(self, chats: Sequence[ChatSample], place: RowPlace) -> list[Answer]:
+        prompted = [number for number, chat in enumerate(chats) if chat.prompt_messages]
+        rows = RowPlace(place.source, [place.numbers[number] for number in prompted])
+        prompts = dict(zip(prompted, self.encode_prompts([chats[number] for number in prompted], rows), strict=True))
+        return [Answer(prompts.get(number, []), ids) for number, ids in enumerate(self.encode(chats, place))]
+
+    def _generated(self, chats: Sequence[ChatSample], place: RowPlace) -> list[Answer]:
         turns: list[Turn] = []
         for row, chat in enumerate(chats):
             with _of_row(row, place):

@@ -1,8 +1,9 @@
 """Rows of any format to token ids and labels.
 
-The ids and labels are those of TRL 1.16 (`SFTTrainer._prepare_dataset`), made a batch at a time: a text gets the
-end token and the tokenizer's own special tokens; a conversation gets what its chat template writes, and nothing
-else; a completion begins where the tokens of the prompt alone and of prompt and completion together diverge.
+A completion that is one message of the assistant is taken as it is generated (see `rounds`). With `turns="whole"`, and
+in other rows, ids and labels are those of TRL 1.16 (`SFTTrainer._prepare_dataset`), made a batch at a time: a text
+gets the end token and the tokenizer's own special tokens; a conversation gets what its chat template writes, and
+nothing else; a completion begins where the tokens of the prompt alone and of prompt and completion together diverge.
 
 Where we differ: a `completion_mask` that comes with tokenized rows is used unless `completion_only_loss=False`
 (TRL ignores it unless True), and templates without generation marks are taken turn by turn (see `chat`).
@@ -66,6 +67,7 @@ class RowEncoder:
         first = self._read({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.kind
         options.check_for(first, source)
+        self.by_rounds = options.assistant_only_loss and not options.one_segment
         self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
         self.chat = (
             ChatEncoder.for_rows(
@@ -73,16 +75,17 @@ class RowEncoder:
                 in_parts=options.contents_in_parts,
                 stop_ids=options.stop_ids,
                 thought_end=options.thought_end,
-                by_turns=options.assistant_only_loss and options.turns == "as_generated",
+                by_turns=options.turns == "as_generated" and (self.by_rounds or self._learns_answers(first)),
+                heeds_marks=options.assistant_only_loss,
             )
             if isinstance(first, ChatSample)
             else None
         )
         self.roles = trained_roles(["assistant"] if options.roles_to_train is None else options.roles_to_train)
-        if self.chat is not None:
-            self._check_trained(self.chat, first)
+        self.by_rounds &= self.chat is not None and self.chat.by_turns
+        self._check_trained(first)
         if self.chat is not None and options.assistant_only_loss:
-            lengths = LENGTHS_FEATURE if self.chat.by_turns else {}
+            lengths = LENGTHS_FEATURE if self.by_rounds else {}
             self.features = Features({**TOKEN_FEATURES, **lengths, **WEIGHTS_FEATURE})
         self._encode = {
             TokenSample: self._encode_tokenized,
@@ -90,22 +93,28 @@ class RowEncoder:
             ChatSample: self._encode_chats,
         }[type(first)]
 
-    def _check_trained(self, chat: ChatEncoder, first: Sample) -> None:
+    def _learns_answers(self, first: Sample) -> bool:
+        """Whether the completions of prompts are scored, and nothing else."""
+        has_prompts = isinstance(first, ChatSample) and first.prompt_messages is not None
+        return has_prompts and not self.options.assistant_only_loss and self.options.completion_only_loss is not False
+
+    def _check_trained(self, first: Sample) -> None:
         """Refuses roles whose messages can't be told, and says where what messages say of themselves is not read.
 
         Raises:
             ValueError: other roles than the assistant's are to be trained, and conversations are taken whole.
         """
-        if self.roles != {"assistant"} and not chat.by_turns:
+        if self.roles != {"assistant"} and not self.by_rounds:
             raise ValueError(
                 f"roles_to_train={sorted(self.roles)} requires assistant_only_loss=True and turns='as_generated', a "
                 "chat template without {% generation %} marks, and rows without images: messages of other roles than "
                 "the assistant's can't be told else."
             )
-        if self.options.thought_end is not None and not chat.by_turns:
+        if self.options.thought_end is not None and not (self.chat is not None and self.chat.by_turns):
             raise ValueError(
-                f"thought_end={self.options.thought_end!r} requires assistant_only_loss=True and turns='as_generated', "
-                "a chat template without {% generation %} marks, and rows without images: leave it out."
+                f"thought_end={self.options.thought_end!r} requires turns='as_generated', and rows without images: "
+                "conversations of which completions alone are scored, or with assistant_only_loss=True and a chat "
+                "template without {% generation %} marks. Leave it out."
             )
         marked = isinstance(first, ChatSample) and any(TRAINED_KEYS & message.keys() for message in first.messages)
         if marked and not self.options.assistant_only_loss:
@@ -166,8 +175,10 @@ class RowEncoder:
 
     def _encode_chats(self, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
         assert self.chat is not None
-        if self.chat.by_turns:
+        if self.by_rounds:
             return self._encode_rounds(self.chat, samples, place)
+        if self.chat.by_turns:
+            return self._encode_answers(self.chat, samples, place)
         weights = None
         if self.options.assistant_only_loss:
             wanted = [self._wanted(sample, index, place, 0) for index, sample in enumerate(samples)]
@@ -178,6 +189,13 @@ class RowEncoder:
         if samples[0].prompt_messages is None:
             return _rows(*flatten(token_ids), weights)
         return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, weights)
+
+    def _encode_answers(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
+        generated = [sample.has_one_answer for sample in samples]
+        answers = chat.encode_answers(samples, place, generated)
+        rows = self._after_prompts([each.prompt for each in answers], [each.token_ids for each in answers])
+        doubts = np.array([each.doubt for each in answers], dtype=np.int64) | Doubt.SEVERAL_TURNS * ~np.array(generated)
+        return replace(rows, doubts=doubts)
 
     def _encode_rounds(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
         all_count = self.options.completion_only_loss is False

@@ -115,36 +115,27 @@ class SideEncoder:
 
     def _encoded(self, rows: Sequence[PreferenceSample], place: RowPlace) -> list[list[Answer]]:
         """Each side of each row."""
-        generated = [self._by_turns and all(map(self._ends_as_generated, row.sides)) for row in rows]
-        made: list[list[Answer]] = [[]] * len(rows)
-        for encode, how in ((self._answers, True), (self._taken_whole, False)):
-            these = [number for number, each in enumerate(generated) if each == how]
-            if these:
-                sides = list(zip(*(rows[number].sides for number in these), strict=True))
-                encoded = encode(sides, RowPlace(place.source, [place.numbers[number] for number in these]))
-                for number, *answers in zip(these, *encoded, strict=True):
-                    made[number] = answers
-        return [list(side) for side in zip(*made, strict=True)]
-
-    def _ends_as_generated(self, side: Sample) -> bool:
-        """Whether a side is a prompt and one message of the assistant; as far as a reward model goes, whether it ends
-        with such a message."""
-        assert isinstance(side, ChatSample)
-        answers = side.messages[-1:] if self.whole else side.messages[side.prompt_messages or 0 :]
-        return [each["role"] for each in answers] == ["assistant"]
-
-    def _answers(self, sides: Sequence[Sequence[ChatSample]], place: RowPlace) -> list[list[Answer]]:
-        """Sides as they are generated."""
-        return [self.encoder.encode_answers(side, place) for side in sides]
-
-    def _taken_whole(self, sides: Sequence[Sequence[Any]], place: RowPlace) -> list[list[Answer]]:
-        """Sides as they stand."""
-        doubt = Doubt.SEVERAL_TURNS if self._by_turns and not self.whole else NO_DOUBT
-        prompts: TokenLists = [[] for _ in sides[0]]
+        sides: list[Any] = list(zip(*(row.sides for row in rows), strict=True))
+        if self._by_turns:
+            generated = [all(map(self._is_generated, row.sides)) for row in rows]
+            encoded = [self.encoder.encode_answers(side, place, generated) for side in sides]
+            doubts = [NO_DOUBT if self.whole or each else Doubt.SEVERAL_TURNS for each in generated]
+            return [
+                [replace(answer, doubt=answer.doubt | doubt) for answer, doubt in zip(side, doubts, strict=True)]
+                for side in encoded
+            ]
+        prompts: TokenLists = [[] for _ in rows]
         if not (self.whole or self.is_implicit):
             prompts = self.encoder.encode_prompts(sides[0], place)
-        encoded = (zip(prompts, self.encoder.encode(side, place), strict=True) for side in sides)
-        return [[Answer(prompt, ids, doubt) for prompt, ids in side] for side in encoded]
+        return [
+            [Answer(prompt, ids) for prompt, ids in zip(prompts, self.encoder.encode(side, place), strict=True)]
+            for side in sides
+        ]
+
+    def _is_generated(self, side: Sample) -> bool:
+        """Whether a side is a prompt and one answer; as far as a reward model goes, whether it ends with an answer."""
+        assert isinstance(side, ChatSample)
+        return side.messages[-1]["role"] == "assistant" if self.whole else side.has_one_answer
 
     def _doubts(self, samples: Sequence[Sample], side: TokenRows) -> Int[np.ndarray, " rows"]:
         """What is doubtful in one side of each row, by what is read of it."""

@@ -36,6 +36,11 @@ class ChatSample:
     def kind(self) -> str:
         return "conversation" if self.prompt_messages is None else "conversational prompt and completion"
 
+    @property
+    def has_one_answer(self) -> bool:
+        """Whether one message of the assistant follows the prompt, and nothing else."""
+        return [each["role"] for each in self.messages[self.prompt_messages or 0 :]] == ["assistant"]
+
     def until(self, stop: int) -> "ChatSample":
         """The conversation of its first `stop` messages."""
         return ChatSample(self.messages[:stop], None, self.tools, self.template_kwargs)

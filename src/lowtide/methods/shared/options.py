@@ -17,13 +17,13 @@ class TurnOptions:
     turns: str = option(
         "as_generated",
         "Each turn that is learned in the context that it would be generated in, or the whole conversation as one row. "
-        "In SFT: with `assistant_only_loss`.",
+        "In SFT: of rows with a prompt, and with `assistant_only_loss`.",
         choices=["as_generated", "whole"],
     )
     thought_end: str | None = option(
         None,
         "Where the prompt opens a thought that the template never writes (DeepSeek): what ends it before the answer, "
-        "such as '\\n</think>\\n\\n'. In SFT: with `assistant_only_loss`.",
+        "such as '\\n</think>\\n\\n'.",
     )
 
     def check_turns(self) -> None:

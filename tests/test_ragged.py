@@ -51,7 +51,7 @@ def test_a_shared_prompt_predicts_the_first_token_of_each_completion():
     assert batch.score_index.tolist() == [4, 5, 6, 7, 4, 9, 10, 12]
     assert batch.score_target.tolist() == [6, 7, 8, 9, 10, 11, 12, 14]
     assert batch.score_segment.tolist() == [1, 1, 1, 1, 2, 2, 2, 3]
-    assert batch.offsets.tolist() == [0, 5, 9, 12, 14]
+    assert batch.lengths.tolist() == [5, 4, 3, 2]
     assert batch.row_tokens == [12, 2]
 
 

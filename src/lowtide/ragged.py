@@ -122,10 +122,6 @@ class RaggedBatch:
     token_ids: Int[Tensor, " tokens"]
     position_ids: Int[Tensor, " tokens"]
     """Restart in each segment; a segment with a prefix goes on from as much of it as it sees."""
-    offsets: Int[Tensor, " segments+1"]
-    """int32: where each segment starts and ends."""
-    prefix: Int[Tensor, " segments"]
-    """The segment whose tokens it also attends to, or -1."""
     row: Int[Tensor, " segments"]
     """The dataset row (example, pair, prompt group) that the segment belongs to."""
     score_index: Int[Tensor, " scores"]
@@ -135,7 +131,7 @@ class RaggedBatch:
     score_segment: Int[Tensor, " scores"]
     """The segment that the score counts for."""
     segments: tuple[Segment, ...]
-    """The same boundaries on the host."""
+    """Where they lie, and which they go on from; on the host."""
     row_values: Mapping[str, Tensor] = field(default_factory=dict)
     """What else is known of each row, [rows] each: a label, a margin."""
     score_values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -354,8 +350,6 @@ class RaggedBatch:
         return cls(
             token_ids=token_ids,
             position_ids=position_ids,
-            offsets=sent(torch.tensor([0, *(part.stop for part in segments)], dtype=torch.int32), device),
-            prefix=sent(torch.tensor([part.prefix for part in segments]), device),
             row=sent(torch.tensor([part.row for part in segments]), device),
             score_index=index,
             score_target=target,
@@ -403,12 +397,17 @@ class RaggedBatch:
         return numbers
 
     @property
+    def lengths(self) -> Int[Tensor, " segments"]:
+        """The tokens of each segment, on the batch's device."""
+        return sent(torch.tensor([part.length for part in self.segments]), self.token_ids.device)
+
+    @property
     def token_types(self) -> Int[Tensor, " tokens"] | None:
         """1 in the second text of a pair and 0 elsewhere; None of rows that are no pairs."""
         second = self.row_values.get(SECOND_TEXT)
         if second is None:
             return None
-        begins = second[self.row].repeat_interleave(self.offsets.diff(), output_size=self.tokens)
+        begins = second[self.row].repeat_interleave(self.lengths, output_size=self.tokens)
         return (self.position_ids >= begins).long()
 
     @property
@@ -578,9 +577,7 @@ class _Arrangement:
         columns = zip(
             self.of_tokens(batch.token_ids),
             self.of_tokens(batch.position_ids),
-            self.offsets(),
-            self.of_segments([part.prefix for part in self.new]),
-            self.of_segments([part.row for part in self.new]),
+            sent(torch.tensor([part.row for part in self.new]), self.device).split([*map(len, groups)]),
             self.score_index(),
             self.of_scores(batch.score_target),
             self.score_segment(),
@@ -600,9 +597,6 @@ class _Arrangement:
     def of_scores(self, values: Tensor) -> Sequence[Tensor]:
         return self._by_scores(values.index_select(0, sent(self.scores, values.device)))
 
-    def of_segments(self, values: Sequence[int]) -> Sequence[Tensor]:
-        return sent(torch.tensor(values), self.device).split([*map(len, self.groups)])
-
     def of_rows(self, values: Tensor) -> Sequence[Tensor]:
         rows = [dict.fromkeys(self.batch.segments[number].row for number in kept) for kept in self.groups]
         chosen = sent(torch.tensor([row for own in rows for row in own]), values.device)
@@ -614,11 +608,6 @@ class _Arrangement:
         """What a method gives for each of several values: for each group, by name."""
         found = {name: of(value) for name, value in values.items()}
         return [{name: each[number] for name, each in found.items()} for number in range(len(self.groups))]
-
-    def offsets(self) -> Sequence[Tensor]:
-        ends = [end for own in self.segments for end in (0, *(part.stop for part in own))]
-        laid = sent(torch.tensor(ends, dtype=torch.int32), self.device)
-        return laid.split([len(own) + 1 for own in self.segments])
 
     def score_segment(self) -> Sequence[Tensor]:
         numbers = [number for own in self.segments for number in range(len(own))]
@@ -754,8 +743,6 @@ def _validate(batch: RaggedBatch) -> None:
     expected = {
         "token_ids": batch.tokens,
         "position_ids": batch.tokens,
-        "offsets": len(segments) + 1,
-        "prefix": len(segments),
         "row": len(segments),
         "score_index": batch.scores,
         "score_target": batch.scores,

@@ -235,7 +235,7 @@ def score(
             "`tokens_per_microbatch` to the longest row, or lower `max_length`"
         )
     if vars(inner).get(READS_MEANS):
-        scores = replace(scores, lengths=batch.offsets.diff()[batch.score_segment])
+        scores = replace(scores, lengths=batch.lengths[batch.score_segment])
     types = batch.token_types if vars(inner).get(TELLS_TEXTS_APART) else None
     with computing(model):
         if not padding_free:

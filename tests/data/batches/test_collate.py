@@ -46,7 +46,7 @@ def test_ragged_collator_lays_prepared_rows_end_to_end():
     ]
     batch = RaggedCollator()(rows)
     assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 10]
-    assert batch.offsets.tolist() == [0, 3, 5, 6]
+    assert batch.lengths.tolist() == [3, 2, 1]
     assert batch.row.tolist() == [0, 1, 1]
     assert batch.score_target.tolist() == [6, 9]
 
@@ -60,7 +60,7 @@ def test_ragged_from_collated_finds_the_rows_again(padding_side, padding_free):
     )
     batch = ragged_from_collated(collate(rows_of(rows)))
     assert batch.token_ids.tolist() == flat(rows)
-    assert batch.offsets.tolist() == [0, 5, 11, 13]
+    assert batch.lengths.tolist() == [5, 6, 2]
     assert batch.row.tolist() == [0, 1, 2]
     assert batch.score_target.tolist() == [6, 7, 8, 9]
     assert batch.score_index.tolist() == [2, 3, 9, 11]

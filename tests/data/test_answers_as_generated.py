@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lowtide import DPOConfig, DPOTrainer, KTOConfig, RewardConfig, RewardTrainer
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
+from lowtide.data.prompts import PromptEncoder, prepare_prompts
 from tests.support.texts.chatml import CHATML, MARKED_CHATML
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
@@ -157,6 +158,13 @@ def test_completions_of_prompts_are_those_of_pairs(tokenizer, marks):
     assert learned(rows, tokenizer, turns="whole") != expected
     if not marks:
         assert all(context.endswith("<think>\n") for context, _ in expected)
+
+
+def test_what_a_policy_is_given_is_the_context_of_answers(tokenizer):
+    tokenizer.chat_template = OPENING
+    rows = Dataset.from_list([{"prompt": row["prompt"]} for row in PAIRS])
+    given = prepare_prompts(rows, PromptEncoder(tokenizer))
+    assert [row["prompt_ids"] for row in given] == [row["prompt_ids"] for row in prepared(PAIRS, tokenizer)]
 
 
 def test_scored_prompts_are_whole(tokenizer):

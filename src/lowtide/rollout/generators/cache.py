@@ -10,6 +10,7 @@ states [lines, ...].
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -155,7 +156,7 @@ class KeyStore:
         first = len(self.blocks)
         for block in blocks_of([len(group.prompt) for group in groups]):
             self.blocks.append([groups[place] for place in block])
-        for group in groups:
+        for group in itertools.chain.from_iterable(self.blocks[first:]):
             for line in group.lines:
                 line.place = len(self.lines)
                 self.lines.append(line)

@@ -215,24 +215,30 @@ class NextPlan(_LaterPlan):
 
     def _from_prompts(self, query: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], rules: Rules) -> Part:
         grids, inverse = self.store.once("grids", self._grids)
-        outs, lses, (_, kv_heads, share, dim) = [], [], query.shape
+        outs, lses, (_, kv_heads, share, dim), start = [], [], query.shape, 0
         for number, ((keys, values), grid) in enumerate(zip(blocks, grids, strict=True)):
             prompts, most = grid.shape
             bias = self.once(
                 ("prompts", number, rules.sight, query.dtype, kv_heads),
                 lambda number=number: self._prompt_bias(number, rules.sight, query),
             )
-            of_group = query.index_select(0, grid.view(-1)).view(prompts, most, kv_heads, share, dim).transpose(1, 2)
+            span = slice(start, start + prompts * most)
+            of_block = query[span] if inverse is None else query.index_select(0, grid.view(-1))
+            start = span.stop
+            of_group = of_block.view(prompts, most, kv_heads, share, dim).transpose(1, 2)
             stacked = of_group.reshape(prompts * kv_heads, most * share, dim)
             found = gather_from(stacked, keys.flatten(0, 1), values.flatten(0, 1), bias, rules)
             out, lse = (x.view(prompts, kv_heads, most, share, -1).transpose(1, 2) for x in found)
             outs.append(out.reshape(prompts * most, kv_heads * share, -1))
             lses.append(lse.reshape(prompts * most, kv_heads * share))
         out, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in (outs, lses))
+        if inverse is None:
+            return Part(out, lse)
         return Part(out.index_select(0, inverse), lse.index_select(0, inverse))
 
-    def _grids(self) -> tuple[list[Tensor], Tensor]:
-        """For each block [prompts, most lines of a prompt] the line at each place, and for each line its place."""
+    def _grids(self) -> tuple[list[Tensor], Tensor | None]:
+        """For each block [prompts, most lines of a prompt] the line at each place, and for each line its place; None
+        where the lines have the order of the places, and fill them."""
         grids, inverse, start = [], [0] * len(self.store.lines), 0
         for block in self.store.blocks:
             most = max(len(group.lines) for group in block)
@@ -244,7 +250,8 @@ class NextPlan(_LaterPlan):
                 rows.append(places + [places[0]] * (most - len(places)))
                 start += most
             grids.append(torch.tensor(rows, device=self.store.device))
-        return grids, torch.tensor(inverse, device=self.store.device)
+        in_order = inverse == list(range(start))
+        return grids, None if in_order else torch.tensor(inverse, device=self.store.device)
 
     def _prompt_bias(self, number: int, sight: Sight, query: Tensor) -> Tensor | None:
         """`query` [lines, kv_heads, share, dim] says for how many heads."""

@@ -167,6 +167,28 @@ def test_what_a_policy_is_given_is_the_context_of_answers(tokenizer):
     assert [row["prompt_ids"] for row in given] == [row["prompt_ids"] for row in prepared(PAIRS, tokenizer)]
 
 
+def test_messages_of_prompts_come_in_the_form_that_the_template_takes(tokenizer):
+    tokenizer.chat_template = CALLS
+    calls = [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "find", "arguments": {"city": "Rome"}}]
+    rows = Dataset.from_list(  # in which each call has the arguments of both
+        [{"prompt": [asked("?"), said("", "Well") | {"tool_calls": [{"function": call}]}]} for call in calls]
+    )
+    assert rows[0]["prompt"][1]["tool_calls"][0]["function"]["arguments"]["city"] is None
+    given = prepare_prompts(rows, PromptEncoder(tokenizer))
+    assert tokenizer.batch_decode(list(given["prompt_ids"])) == [
+        '?Well[{"a": 1, "b": 2}]assistant:',
+        '?Well[{"city": "Rome"}]assistant:',
+    ]
+    assert given["prompt"] == rows["prompt"]  # which is what reward functions see
+
+
+CALLS = (
+    "{% for message in messages %}{{ message.thinking }}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "[{{ call.function.arguments | tojson }}]{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
 def test_scored_prompts_are_whole(tokenizer):
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in PAIRS]
     [(_, whole), *_] = learned(rows, tokenizer, completion_only_loss=False)

@@ -1,7 +1,8 @@
 """Prompts to token ids, for methods that write completions themselves; what else a row holds stays beside them.
 
 The tokens are those of TRL 1.16's `GRPOTrainer`: a text is tokenized with the special tokens that its tokenizer adds,
-a conversation is rendered with the header of the assistant's turn. Other columns are for reward functions. The images
+a conversation is rendered with the header of the assistant's turn, its messages in the form that the template takes
+(`data.encode.message_form`), as they are for training. Other columns are for reward functions. The images
 of a prompt stay in their columns, as they are stored, and their tokens are among those of the prompt.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -21,8 +23,10 @@ from lowtide.data.batches.images import ImageReader
 from lowtide.data.cache.cached_map import reading
 from lowtide.data.cache.fingerprint import VERSION, combine, tokenizer_fingerprint
 from lowtide.data.encode.images import ImageExpander, fingerprint_of_processor
+from lowtide.data.encode.message_form import MessageForm
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_media
+from lowtide.data.formats.conversation import as_said
 from lowtide.data.formats.images import IMAGE_COLUMNS, in_parts, of_prompt, shows_images, shows_part, undecoded
 from lowtide.process.ways_out import in_python
 from lowtide.spelling import nearest
@@ -72,7 +76,7 @@ class PromptEncoder:
         if isinstance(prompt, str):
             ids = list(self.tokenizer(text=prompt)["input_ids"])
         elif isinstance(prompt, Sequence) and prompt and all(isinstance(each, Mapping) for each in prompt):
-            ids = list(self.rendered([dict(each) for each in prompt], row, tokenize=True)["input_ids"][0])
+            ids = list(self.rendered([as_said(each) for each in prompt], row, tokenize=True)["input_ids"][0])
         else:
             raise ValueError(
                 f"{self.where(row)}: `prompt` is {prompt!r:.80}, and a prompt is a text or a list of messages: mend or "
@@ -97,10 +101,15 @@ class PromptEncoder:
         how: dict[str, Any] = {"tokenize": True, "return_dict": True} if tokenize else {"tokenize": False}
         try:
             return self.tokenizer.apply_chat_template(
-                [messages], add_generation_prompt=True, **how, **self.template_kwargs
+                [self._form(messages)], add_generation_prompt=True, **how, **self.template_kwargs
             )
         except TEMPLATE_FAILURES as error:
             raise ValueError(f"{self.where(row)}: the chat template can't render the prompt: {error}") from error
+
+    @cached_property
+    def _form(self) -> MessageForm:
+        """How the template takes messages."""
+        return MessageForm.of(self.tokenizer, self.template_kwargs.get("chat_template"))
 
 
 @dataclass(frozen=True)

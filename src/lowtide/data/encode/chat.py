@@ -338,12 +338,7 @@ class ChatEncoder:
     @cached_property
     def _form(self) -> MessageForm:
         """How the template takes messages."""
-
-        def render(messages: Sequence[Message]) -> str:
-            given: Any = in_parts(list(messages)) if self.in_parts else list(messages)
-            return str(self.tokenizer.apply_chat_template(given, chat_template=self.template, tokenize=False))
-
-        return MessageForm(self.tokenizer.get_chat_template(self.template), render)
+        return MessageForm.of(self.tokenizer, self.template, in_parts if self.in_parts else list)
 
     def ends_turns(self) -> bool:
         """Whether the template writes a special token after what the assistant says; also where that is not known."""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from lowtide.compat.templates.jinja import TemplateOverrun
 from lowtide.data.formats.conversation import THOUGHTS, Message
 
@@ -28,6 +30,21 @@ class MessageForm:
     def __init__(self, template: str, render: Callable[[Sequence[Message]], str]) -> None:
         self.thoughts_read = sorted(set(THOUGHTS_READ.findall(template)))
         self._render = render
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, template: str | None = None, given: Callable[[Any], Any] = list
+    ) -> MessageForm:
+        """How a tokenizer's template, or another, takes messages.
+
+        Args:
+            given: makes of messages what the template is given.
+        """
+
+        def render(messages: Sequence[Message]) -> str:
+            return str(tokenizer.apply_chat_template(given(messages), chat_template=template, tokenize=False))
+
+        return cls(tokenizer.get_chat_template(template), render)
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:
         """Messages as the template takes them."""

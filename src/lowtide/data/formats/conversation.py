@@ -119,6 +119,12 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
+def as_said(message: Mapping[str, Any]) -> Message:
+    """A message without what Arrow adds to it: keys that messages of other rows have, in its tool calls too."""
+    kept = {key: value for key, value in message.items() if value is not None or key in KEPT_NULLS}
+    return {**kept, "tool_calls": without_nulls(kept["tool_calls"])} if kept.get("tool_calls") else kept
+
+
 def check_messages(value: Any, name: str) -> list[Message]:
     """Check a list of messages, given in the column `name`, and bring from/value ones into role/content form.
 
@@ -135,9 +141,9 @@ def check_messages(value: Any, name: str) -> list[Message]:
 def _message(message: Any, name: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{name} is {describe(message)}; a message has a 'role' and a 'content'.")
-    message = {key: value for key, value in message.items() if value is not None or key in KEPT_NULLS}
+    message = as_said(message)
     if message.get("tool_calls"):
-        message["tool_calls"] = without_nulls(_checked_calls(message["tool_calls"], f"{name}['tool_calls']"))
+        _checked_calls(message["tool_calls"], f"{name}['tool_calls']")
     if message.get("role") is None and "from" in message:
         origin = message.pop("from")
         message["role"] = FROM_ROLES.get(origin, origin)
@@ -155,7 +161,7 @@ def _message(message: Any, name: str) -> Message:
     return message
 
 
-def _checked_calls(calls: Any, name: str) -> list[Any]:
+def _checked_calls(calls: Any, name: str) -> None:
     """Refuses tool calls that a template would write as the characters of a text, or without what they call."""
     wrong = calls if not isinstance(calls, list) else next((e for e in calls if not isinstance(e, Mapping)), None)
     if wrong is not None:
@@ -171,7 +177,6 @@ def _checked_calls(calls: Any, name: str) -> list[Any]:
                 f"{name}[{number}] says no function: its 'name' is {describe(function)}, and must be the name of one. "
                 "Name it, or remove the call."
             )
-    return calls
 
 
 def _text_of_parts(parts: list[Any], name: str) -> str:

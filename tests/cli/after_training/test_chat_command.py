@@ -17,7 +17,7 @@ from lowtide.cli.after_training.loaded_run import folder_of
 from lowtide.cli.main import main
 from lowtide.engine.forward import read_next
 from lowtide.escaping import shown
-from lowtide.rollout.generators import ragged
+from lowtide.rollout.generators import decoding, ragged
 
 SAID = ["hello", "and then?"]
 
@@ -60,7 +60,8 @@ def test_the_answers_are_those_of_generate_and_nothing_is_read_twice(talker, say
         read.append(len(token_ids))
         return read_next(model, token_ids, *rest)
 
-    monkeypatch.setattr(ragged, "read_next", counting)
+    for module in (ragged, decoding):
+        monkeypatch.setattr(module, "read_next", counting)
     assert main(["chat", str(talker), "--max_new_tokens", "9", "--dtype", "float32", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,10 +21,12 @@ from lowtide.data.encode import chat
 from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.data.sources import json_lines
 from lowtide.data.sources.load import load_rows
+from lowtide.data.sources.places import check_place
 from lowtide.engine.weights.load_errors import check_layers
 from lowtide.engine.weights.sharded.shard_files import missing_shards
 from lowtide.engine.weights.weight_files import read_json
 from lowtide.parsing import parse_json, parse_yaml
+from lowtide.process.environment import set_environment
 from lowtide.scripts import rows as scripts_rows
 from lowtide.trainers.checkpoints.soundness import Damage, _trainer_state
 
@@ -129,9 +132,24 @@ def test_a_saved_dataset_whose_state_is_none_is_refused(tmp_path, content):
         load_rows(tmp_path)
 
 
-def test_a_model_of_too_many_layers_is_refused():
-    with pytest.raises(ValueError, match="num_hidden_layers=1000000000"):
-        check_layers(LlamaConfig(num_hidden_layers=10**9), "m")
+@pytest.mark.parametrize("layers", [10**9, -1])
+def test_a_model_of_impossible_layers_is_refused(layers):
+    with pytest.raises(ValueError, match=f"num_hidden_layers={layers}, and a model has 0 to 10,000"):
+        check_layers(LlamaConfig(num_hidden_layers=layers), "m")
+
+
+def test_what_is_no_file_is_no_mistyped_name(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, said in (("rows.jsonl", "a link to nothing"), ("pipe.jsonl", "neither a file nor a folder")):
+        with pytest.raises(FileNotFoundError, match=f"{name}' is {said}"):
+            check_place(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["A=B", "A\0B"])
+def test_a_variable_that_cannot_be_set_is_named(name):
+    with pytest.raises(ValueError, match=r"run\.yaml: env: 'A.*' cannot be set"):
+        set_environment({name: "x"}, "run.yaml")
 
 
 def test_a_step_beyond_the_run_is_damage(tmp_path):

@@ -15,7 +15,7 @@ def set_environment(variables: Any, path: object) -> None:
         path: the file that they are from, for the message.
 
     Raises:
-        ValueError: they are no such mapping.
+        ValueError: they are no such mapping, or the system does not take one of them.
     """
     if variables is None:
         return
@@ -24,4 +24,7 @@ def set_environment(variables: Any, path: object) -> None:
     for name, value in variables.items():
         if isinstance(value, Mapping | list):
             raise ValueError(f"{path}: env: {name} is {value!r}; a variable holds one value: write it as text")
-        os.environ[name] = str(value)
+        try:
+            os.environ[name] = str(value)
+        except ValueError as error:  # a name with "=", or a null character
+            raise ValueError(f"{path}: env: {name!r} cannot be set ({error}): correct it") from error

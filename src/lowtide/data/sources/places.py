@@ -42,6 +42,9 @@ def check_place(source: str | Path, *, configured: bool = False) -> None:
         if not configured and not is_saved(path) and next(readable_files(path), None) is None:
             raise FileNotFoundError(f"{path} holds no files that can be read ({', '.join(READERS)}).")
     elif Path(source).suffix in (*READERS, *COMPRESSED, *SPREADSHEETS) or _looks_like_path(str(source)):
+        if path.exists() or path.is_symlink():
+            found = "a link to nothing" if path.is_symlink() else "neither a file nor a folder"
+            raise FileNotFoundError(f"{str(path)!r} is {found}: name a file of rows, or a folder of them.")
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, siblings, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -65,7 +65,7 @@ def init_refused(name: str, init: Mapping[str, Any], error: Exception) -> ValueE
 
 
 def check_layers(config: Any, name: str) -> None:
-    """Refuses a config that describes a model of more layers than any has: making it would take hours and all memory.
+    """Refuses a config of less than no layers, or of more than any model has, which take hours and all memory to make.
 
     Raises:
         ValueError: names the key.
@@ -73,8 +73,8 @@ def check_layers(config: Any, name: str) -> None:
     for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
         for key in ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "num_experts"):
             count = getattr(part, key, None)
-            if isinstance(count, int) and count > MOST_LAYERS:
-                raise ValueError(f"the config of {name!r} says {key}={count}, and a model has {MOST_LAYERS:,} at most")
+            if isinstance(count, int) and not 0 <= count <= MOST_LAYERS:
+                raise ValueError(f"the config of {name!r} says {key}={count}, and a model has 0 to {MOST_LAYERS:,}")
 
 
 def check_dropouts(config: Any) -> None:

@@ -57,6 +57,12 @@ def test_rows_that_cannot_be_read_are_told_before_weights_are(kind, rows, says, 
         make(folder, tmp_path, kind, rows)
 
 
+def test_empty_datasets_are_told_before_weights_are(folder, tmp_path):
+    for rows, evaluated, name in (([], None, "train"), (TEXT, [], "eval")):
+        with pytest.raises(ValueError, match=f"the {name} dataset has no rows"):
+            make(folder, tmp_path, "SFT", rows, evaluated=evaluated)
+
+
 def test_rows_to_evaluate_on_are_looked_at_too(folder, tmp_path):
     with pytest.raises(ValueError, match="the eval dataset has the columns 'txt'"):
         make(folder, tmp_path, "SFT", TEXT, evaluated=[{"txt": "a"}])

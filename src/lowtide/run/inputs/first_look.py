@@ -60,7 +60,8 @@ def look_at_rows(method: Method, args: Any, tokenizer: Any, datasets: Mapping[st
     for name, dataset in datasets.items():
         if not isinstance(dataset, Dataset) or {"image", "images"} & {*dataset.column_names}:
             continue
-        few = dataset.select(range(min(ROWS, len(dataset)))).to_iterable_dataset()
+        few: Any = dataset.select(range(min(ROWS, len(dataset))))
+        few = few.to_iterable_dataset() if len(few) else few  # an empty dataset makes no stream
         with _in_silence():
             prepared, _ = method.rows.prepare(entitled(few, title_of(dataset, name)), how, name)
             for _row in prepared:

@@ -143,8 +143,7 @@ def _output(given: TrainingCommand, arguments: argparse.Namespace) -> Checked:
 
     values = read_run_file(arguments.config, arguments.options) if arguments.config else {}
     values |= read_options(arguments, arguments.options)
-    model = Path(given.what.model or "model").name
-    output = Path(values.get("output_dir") or f"{model}-{given.method}").expanduser()
+    output = Path(train.output_folder(values.get("output_dir"), given.what.model, given.method)).expanduser()
     there = next(each for each in (output, *output.absolute().parents) if each.exists())
     if not there.is_dir():
         return Checked("output folder", f"{there} is a file: name another --output_dir than {output}", ok=False)

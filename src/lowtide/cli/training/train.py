@@ -397,6 +397,11 @@ def add_command(
     return own, own.add_argument_group(command)
 
 
+def output_folder(asked: str | None, model: str | None, method: str) -> str:
+    """Where a run writes: the folder that is asked for, or one named after its model and method."""
+    return asked or f"{Path(model or 'model').name}-{method}"
+
+
 def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **changes: Any) -> TrainingCommand:
     """The run that is asked for, with some options changed; its output folder is there.
 
@@ -412,7 +417,7 @@ def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **c
     what, adapters = _only(RunOptions, values), _only(AdapterOptions, values)
     what.check(begins_at_random=bool(values.get("config_name") or values.get("model_type")), has_rows=has_rows)
     adapters.check()
-    values["output_dir"] = what.output_dir or f"{Path(what.model or 'model').name}-{arguments.method}"
+    values["output_dir"] = output_folder(what.output_dir, what.model, arguments.method)
     values.pop("resume_from_checkpoint", None)
     models = {name: value for name, value in values.items() if "model" in name}
     check_output(Path(values["output_dir"]), what.read() | models)

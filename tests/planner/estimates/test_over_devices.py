@@ -40,6 +40,7 @@ def planned(budget: str, length: int = 128, nodes: int = 1, **given: Any) -> Pla
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_fits_one_device_has_whole_copies():
     plan = planned("4GiB")
     assert plan.chosen.way == "whole copies"

@@ -62,6 +62,7 @@ def test_the_log_says_what_was_rewarded(tmp_path):
     assert first["entropy"] > 0
 
 
+@pytest.mark.slow
 def test_a_reward_is_learned(tmp_path):
     trainer = trained(tmp_path, max_steps=40, learning_rate=1e-2, num_generations=8, logging_steps=5)
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 MARK = ".lowtide"
 """The file by which a folder is known as one that a run made and may delete."""
-_WRITTEN = re.compile(r".*\.(bin|jinja|json|md|model|npz|parquet|pt|pth|safetensors|txt|yaml)")
+_WRITTEN = re.compile(r".*\.(bin|html|jinja|json|jsonl|md|model|npz|parquet|pt|pth|safetensors|txt|yaml)")
 """Files that runs write into their output folder, transformers' among them."""
 _FOLDERS = ("beginning", "completions", "runs")
 """Folders that they write there."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
@@ -50,9 +51,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         without_thread_cache()
     if argv is None:
         import_module("lowtide.terminal").show_safely()
+        _without_noise()
     command = next((word for word in words if not word.startswith("-")), "")
     with stopping_at_once(f"running lowtide {command}".strip()):
         return _status_of(words)
+
+
+def _without_noise() -> None:
+    """Libraries do not warn of what their next versions change, which who types a command cannot mend, and draw no bars
+    where standard error is no terminal: each state of a bar would be a line there. To be called before they are
+    imported."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore", FutureWarning)
+    if not sys.stderr.isatty():
+        for library in ("HUB", "DATASETS"):  # transformers goes by the hub's
+            os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
 
 
 def _status_of(words: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from lowtide.memory.allocators.measure import peak_bytes
 
 BETWEEN = "data and logging"
 """The phase between those of a step: the next rows are fetched and collated, metrics are added up and logged."""
+BESIDE_STEPS = ("evaluation", "saving")
+"""The phases that are no part of a step."""
 Listener = Callable[[str, str], object]
 """Told (the phase that ends, the phase that begins)."""
 
@@ -62,6 +65,8 @@ class HighWater:
         self.device = device
         self.bytes = 0
         self.phase = "loading"
+        self.raised: dict[str, int] = {}
+        """The peak in bytes as each phase that raised it ended, the last time that it did."""
 
     def __call__(self, ended: str, begins: str) -> None:
         self.note(ended)
@@ -71,3 +76,27 @@ class HighWater:
         peak = peak_bytes(self.device)
         if peak > self.bytes:
             self.bytes, self.phase = peak, phase
+            self.raised[phase] = peak
+
+
+class TrainingTime:
+    """The seconds of a run that its steps took, with their data and logging: all but evaluations and saving; a listener
+    of `Phases`. What waits on a device counts where the host waits for it."""
+
+    def __init__(self) -> None:
+        self._before, self._since = 0.0, time.perf_counter()
+
+    def __call__(self, ended: str, begins: str) -> None:
+        now = time.perf_counter()
+        if ended not in BESIDE_STEPS:
+            self._before += now - self._since
+        self._since = now
+
+    def restart(self) -> None:
+        """Counts from here on."""
+        self._before, self._since = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """So far, in a phase of a step."""
+        return self._before + time.perf_counter() - self._since

@@ -52,6 +52,7 @@ from lowtide.trainers.evaluation import Predictions, evaluated
 from lowtide.trainers.losses.own_loss import OwnLosses
 from lowtide.trainers.optimizers import OptimizerMaker
 from lowtide.trainers.order import RowOrder, counted
+from lowtide.trainers.reports.metrics_file import MetricsFile
 from lowtide.trainers.reports.model_card import Card
 from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.progress import RichProgress
@@ -112,6 +113,7 @@ class LowtideTrainer(Trainer):
         self.optimizer_maker.check(super().create_optimizer)
         runner.updater.accelerator, runner.optimizer_name = self.accelerator, self.optimizer_maker.name
         self.run_log = RunLog(self)
+        self.add_callback(MetricsFile)
         if not self.args.disable_tqdm:
             RichProgress.replace_in(self)
 

@@ -56,6 +56,7 @@ class Steps:
             lengths = trainer.row_lengths(trained=True)
             with trainer.compute_loss_context_manager():
                 rehearse(trainer.runner, lengths, trainer.rehearsed_batch, trainer.rows_together)
+        trainer.run_log.begin()
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ def test_a_full_disk_is_said_with_the_bytes(kilobytes, disk):
         small(folder).train()
     assert "inline_container" not in str(error.value)
     assert re.search(r"The checkpoint needs \d+\.\d KiB, and \d+\.\d KiB are free", str(error.value))
-    kept = [path.name for path in folder.iterdir()]
+    kept = [path.name for path in folder.iterdir() if path.is_dir()]
     assert kept == (["checkpoint-2"] if step == 4 else [])
     assert all(damage(folder / name) == {} for name in kept)
 

@@ -225,7 +225,7 @@ def judged(kind: str, folder: Path, limit: int | None, steps: int, scores: list[
 
 def best_named_in(folder: Path) -> dict[str, str | None]:
     """By checkpoint, the best one that its state names."""
-    states = {each.name: json.loads((each / "trainer_state.json").read_text()) for each in folder.iterdir()}
+    states = {each.name: json.loads((each / "trainer_state.json").read_text()) for each in folder.glob("checkpoint-*")}
     return {name: state["best_model_checkpoint"] for name, state in states.items()}
 
 

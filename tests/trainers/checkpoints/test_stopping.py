@@ -21,6 +21,7 @@ from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
 from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest, stopping_at_once
 from lowtide.trainers.checkpoints.stopping import Interrupted, Stopped
 from lowtide.trainers.method import MethodTrainer
+from lowtide.trainers.reports.metrics_file import METRICS
 from tests.support.marks import slow_but
 from tests.support.matrix.matrix import make
 from tests.support.runs.small_runs import SAVING, assert_same, small, trained, weights
@@ -137,7 +138,7 @@ def test_an_evaluation_that_fails_writes_nothing_where_nothing_is_saved(tmp_path
     with pytest.raises(ZeroDivisionError) as raised:
         trainer.train()
     assert len(raised.value.__notes__) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
 
 
 def test_a_checkpoint_that_could_not_be_written_is_not_tried_twice(tmp_path, monkeypatch):
@@ -158,7 +159,7 @@ def test_without_saving_nothing_is_written(tmp_path, capfd):
     trainer.add_callback(At("on_step_begin", 2, terminate))
     with pytest.raises(Stopped):
         trainer.train()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
     assert "There is no checkpoint to resume from: save_strategy is 'no'" in capfd.readouterr().err
 
 
@@ -179,7 +180,7 @@ def test_a_checkpoint_that_ctrl_c_cut_off_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: (write(folder), os.kill(os.getpid(), signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt, match="There is no checkpoint to resume from"):
         trainer.train()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
 
 
 def test_handlers_of_others_are_called_and_are_back_afterwards(tmp_path):

@@ -13,7 +13,7 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -472,8 +472,24 @@ def _trained(given: TrainingCommand, config: Any, options: Mapping[str, Option],
     if config.push_to_hub:
         trainer.push_to_hub(dataset_name=given.what.dataset)
     _say(f"The model is in {output}; this repeats the run: {shlex.join(again)}", config)
+    for what, words in _next(trainer, output):
+        _say(f"  {what}: {shlex.join(words)}", config)
     leave()
     return 0
+
+
+def _next(trainer: Any, output: Path) -> Iterator[tuple[str, list[str]]]:
+    """What is done with a trained model next, and the commands that do it."""
+    from lowtide.cli.after_training.gguf_export.families import FAMILIES
+    from lowtide.engine.heads.language_model import LanguageModel
+
+    method, writes = trainer.method, trainer.method.head is LanguageModel
+    if writes:
+        yield "talk with it", ["lowtide", "chat", str(output)]
+    if method.writes is None and not method.taught:
+        yield "its loss on other rows", ["lowtide", "evaluate", str(output), "--data", "FILE"]
+    if writes and trainer.model.config.model_type in FAMILIES:
+        yield "a file for llama.cpp and Ollama", ["lowtide", "export", str(output), "--gguf", "q8_0"]
 
 
 def _checkpoint(wanted: str | None, output: Path) -> str | bool | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,27 +18,45 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 from transformers import ProgressCallback, TrainerCallback
 
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.terminal import Console
+from lowtide.trainers.reports.memory_log import GIB
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import Trainer
 
 
+class Bars(Progress):
+    """Progress bars, with a line of the last metrics beneath."""
+
+    told = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self.told:
+            yield Text(f"  {self.told}")
+
+
 class RichProgress(TrainerCallback):
-    """Steps done, time left, and the last metrics beside the bar."""
+    """Steps done, time left, and the last metrics: a bar on a terminal, a line for each log elsewhere."""
 
     SHOWN: ClassVar = {
         "loss": "loss",
         "eval_loss": "eval loss",
+        "reward": "reward",
         "rewards/accuracies": "preferred",
         "accuracy": "accuracy",
         "mean_token_accuracy": "accuracy",
+        "learning_rate": "lr",
     }
 
     def __init__(self) -> None:
-        self.bar: Progress | None = None
+        self.bar: Bars | None = None
         self.tasks: dict[str, TaskID] = {}
         self.begun = (0, time.perf_counter())
         """The step at which training began, and when."""
@@ -50,19 +70,22 @@ class RichProgress(TrainerCallback):
 
     def _advance(self, name: str, total: int | None, completed: int | None = None) -> None:
         if self.bar is None:
-            self.bar = Progress(
+            console = Console(stderr=True)
+            if not (console.is_terminal or console.is_jupyter):
+                return
+            self.bar = Bars(
                 TextColumn("{task.description}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
+                TextColumn("left"),
                 TimeRemainingColumn(),
-                TextColumn("{task.fields[metrics]}"),
-                console=Console(stderr=True),
+                console=console,
                 transient=False,
             )
             self.bar.start()
         if name not in self.tasks:
-            self.tasks[name] = self.bar.add_task(name, total=total, metrics="")
+            self.tasks[name] = self.bar.add_task(name, total=total)
         if completed is None:
             self.bar.advance(self.tasks[name])
         else:
@@ -94,26 +117,29 @@ class RichProgress(TrainerCallback):
         self.on_evaluate(args, state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if logs and state.is_world_process_zero and not Console(stderr=True).is_terminal:
-            self._say(state, logs)
-        if self.bar is not None and "training" in self.tasks and logs:
-            found = {word: logs[name] for name, word in self.SHOWN.items() if isinstance(logs.get(name), float)}
-            shown = " ".join(f"{word} {value:.3g}" for word, value in found.items())
-            if shown:
-                self.bar.update(self.tasks["training"], metrics=shown)
-
-    def _say(self, state: Any, logs: dict[str, Any]) -> None:
-        """A line for each log where no bar can be drawn, as in a file."""
-        names = {**self.SHOWN, "reward": "reward", "learning_rate": "learning rate"}
-        found = {word: logs[name] for name, word in names.items() if isinstance(logs.get(name), float)}
-        if not found:
+        told = ", ".join(self._told(logs or {}))
+        if not told or not state.is_world_process_zero:
             return
-        now = time.perf_counter()
-        steps, seconds = state.global_step - self.begun[0], now - self.begun[1]
-        rest = round(seconds / steps * (state.max_steps - state.global_step)) if steps > 0 else None
-        left = "" if rest is None else f", {timedelta(seconds=rest)} left"
-        values = ", ".join(f"{word} {value:.4g}" for word, value in found.items())
-        print(f"step {state.global_step}/{state.max_steps}: {values}{left}", file=sys.stderr, flush=True)
+        if self.bar is not None:
+            self.bar.told = told
+        else:
+            print(f"step {state.global_step}/{state.max_steps}: {told}{self._left(state)}", file=sys.stderr, flush=True)
+
+    def _told(self, logs: Mapping[str, Any]) -> Iterable[str]:
+        """The metrics of a log that a user watches, in words."""
+        for name, word in self.SHOWN.items():
+            if isinstance(logs.get(name), float):
+                yield f"{word} {logs[name]:.4g}"
+        if "tokens_per_second" in logs:
+            yield f"{logs['tokens_per_second']:,.0f} tokens/s"
+        if "memory/peak" in logs:
+            yield f"peak {bytes_text(logs['memory/peak'] * GIB)}"
+
+    def _left(self, state: Any) -> str:
+        """How long the rest of the steps takes, at the pace so far."""
+        steps, seconds = state.global_step - self.begun[0], time.perf_counter() - self.begun[1]
+        rest = state.max_steps - state.global_step
+        return f", {timedelta(seconds=round(seconds / steps * rest))} left" if steps > 0 and rest > 0 else ""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._close()

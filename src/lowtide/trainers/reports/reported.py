@@ -22,6 +22,7 @@ class Reported(Protocol):
     optimizer_maker: Any
     resumption: Any
     step_taker: Any
+    run_log: Any
 
     @property
     def method(self) -> Method: ...

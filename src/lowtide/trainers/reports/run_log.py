@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from lowtide.step.metrics import Totals
-from lowtide.step.phases import HighWater
+from lowtide.step.phases import HighWater, TrainingTime
 from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 
 logger = logging.getLogger(__name__)
@@ -21,22 +21,33 @@ class RunLog:
 
     Attributes:
         mark: the peak so far, and the phase it fell in.
+        time: what the steps of this training took so far.
+        tokens_trained: of the steps of this training that are logged, those of all ranks.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.mark = HighWater(trainer.args.device)
         self._memory = MemoryLog(self.mark)
-        self._tokens_seen, self._has_logged = 0.0, False
-        trainer.phases.listeners.append(self.mark)
+        self.time = TrainingTime()
+        self.tokens_trained = 0.0
+        self._tokens_seen, self._has_logged, self._seconds_logged = 0.0, False, 0.0
+        trainer.phases.listeners += [self.mark, self.time]
+
+    def begin(self) -> None:
+        """The first step begins now, so that tokens are counted against the time from here on."""
+        self.time.restart()
+        self.tokens_trained = self._seconds_logged = 0.0
 
     def completed(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Logs with the metrics since the last; a run's summary has those of steps not logged yet."""
         if "train_runtime" in logs:
             return {**logs, **self._unlogged()}  # what `train` returns stays as it is
         if "loss" in logs:
+            before = self.tokens_trained
             logs.update(self._unlogged())
-            logs.update(self._memory.metrics(self._prediction))
+            logs.update(self._speed(self.tokens_trained - before))
+            logs.update(self._memory.metrics(self.prediction))
             if not self._has_logged and self.trainer.args.process_index == 0:
                 self._warn_of_no_gradient(logs.get("grad_norm"))
             self._has_logged = True
@@ -77,10 +88,17 @@ class RunLog:
         sums = runner.totals.read(self.trainer.args.device)
         runner.totals = Totals()
         self._tokens_seen += sums.get("tokens", 0)
+        self.tokens_trained += sums.get("tokens", 0)
         return {**self.trainer.metrics_of(sums), "num_tokens": self._tokens_seen} if sums else {}
 
+    def _speed(self, tokens: float) -> dict[str, float]:
+        """`tokens_per_second` of all ranks since the last log, evaluations and saving left out."""
+        seconds = self.time.seconds
+        passed, self._seconds_logged = seconds - self._seconds_logged, seconds
+        return {"tokens_per_second": tokens / passed} if tokens and passed > 0 else {}
+
     @property
-    def _prediction(self) -> Prediction | None:
+    def prediction(self) -> Prediction | None:
         """Of the peak: the estimate where one was made, else what was rehearsed."""
         trainer = self.trainer
         if trainer.predicted_bytes is not None:

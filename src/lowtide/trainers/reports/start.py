@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +52,10 @@ class StartReport(TrainerCallback):
         self.trainer, self.engine = trainer, engine
         self.states = predict_states(trainer.model, trainer.optimizer_maker.name)
         self.stream = stream_of(trainer.model)
+        self.first_step, self.begun = 0, time.perf_counter()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.first_step, self.begun = state.global_step, time.perf_counter()
         if not state.is_world_process_zero:
             return
         ledger = self.trainer.ledger
@@ -183,11 +188,33 @@ class StartReport(TrainerCallback):
         return f"stored {'/'.join(storage)}, computed {compute}{why}, trained weights kept in {'/'.join(master)}"
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and not args.disable_tqdm:
+            print("\n".join(self.summary()), file=sys.stderr, flush=True)
         if args.memory_report and state.is_world_process_zero:
             path = Path(args.memory_report)
             path.parent.mkdir(parents=True, exist_ok=True)
             with writing(path) as beside:
                 beside.write_text(json.dumps(self.memory_report(), indent=2) + "\n", encoding="utf-8")
+
+    def summary(self) -> list[str]:
+        """What the training took, and its best checkpoint."""
+        trainer, state = self.trainer, self.trainer.state
+        log, steps = trainer.run_log, state.global_step - self.first_step
+        if not steps:
+            return []
+        seconds, tokens = log.time.seconds, log.tokens_trained
+        whole = timedelta(seconds=round(time.perf_counter() - self.begun))
+        at = f", {tokens:,.0f} tokens, {tokens / seconds:,.0f} a second" if tokens and seconds else ""
+        prediction = log.prediction
+        predicted = f" ({bytes_text(prediction.bytes)} predicted by {prediction.by})" if prediction else ""
+        lines = [
+            f"Trained {steps:,} {'step' if steps == 1 else 'steps'} in {whole}{at}; peak memory "
+            f"{bytes_text(log.mark.bytes)} in {log.mark.phase}{predicted}."
+        ]
+        if state.best_model_checkpoint is not None:
+            metric = f"{trainer.args.metric_for_best_model} {state.best_metric:.4g}"
+            lines.append(f"The best checkpoint is {state.best_model_checkpoint} ({metric}).")
+        return lines
 
     def memory_report(self) -> dict[str, Any]:
         """Peaks, the rehearsed one too, states by category, `tokens_per_second` and the ledger."""

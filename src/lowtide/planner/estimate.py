@@ -59,7 +59,7 @@ class Estimate:
     """The peak before the first forward, as `peak_bytes` counts: the model is loaded, and adapters, references and the
     optimizer are made."""
     host_bytes: int = 0
-    """What lies in host memory instead."""
+    """What lies in host memory for a device: what is offloaded, and on CUDA the rows of a step, which are copied."""
     tokens_per_second: float | None = None
     """Of one device; None where it is not known."""
     band: float = 0.06

@@ -353,11 +353,15 @@ def _effects(search: Search, sizes: Sizes) -> list[Effect]:
     return sorted(found, key=lambda each: -each.saved_bytes)
 
 
+NOTICED = 64 << 20
+"""Bytes of host memory that go without saying: a process holds many times that before it trains."""
+
+
 def _proposed(asked: Asked, best: Candidate) -> tuple[str, ...]:
     """What a plan needs of the host; and frozen weights in bfloat16, where they are float32."""
     assert best.estimate is not None
     size, settings = best.estimate.host_bytes, best.search.options(best.combination)
-    on_host = (f"{bytes_text(size)} of host memory are needed beside the device's.",) if size else ()
+    on_host = (f"{bytes_text(size)} of host memory are needed beside the device's.",) if size > NOTICED else ()
     there = in_bfloat16(asked.run, settings)
     if there is None:
         return on_host

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from lowtide.compat.peft import without_bitsandbytes
-from lowtide.compat.torch import FakeTensorMode, without_modes
+from lowtide.compat.torch import FakeTensorMode, tree_leaves, without_modes
 from lowtide.compat.transformers import place_on
 from lowtide.data.batches.heaviest import heaviest_batch, rows_in_a_step
 from lowtide.data.batches.images import ImageReader
@@ -52,7 +52,7 @@ from lowtide.planner.tracing.substitutes.four_bit import check_four_bit, store_i
 from lowtide.planner.tracing.substitutes.package_optimizers import as_stepped, pages_states
 from lowtide.planner.tracing.substitutes.stand_ins import as_on
 from lowtide.planner.tracing.teachers import DescribedTeacher
-from lowtide.planner.tracing.trace import Event, StorageTrace
+from lowtide.planner.tracing.trace import ROWS, Event, StorageTrace
 from lowtide.planner.tracing.unroll import TRACED_LAYERS, UnlikeLayers, unrolled
 from lowtide.ragged import RaggedBatch
 from lowtide.run.optimizers import make_optimizer, streams_trained
@@ -125,6 +125,27 @@ class TracedRun:
     def sent_bytes(self) -> int:
         """That a rank sends to those that split the tokens with it, in one micro-batch."""
         return self.costs["layers"].sent_bytes + self.costs["head"].sent_bytes
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """The rows of an optimizer step, which are copied to the device at its start and lie there until its end."""
+
+    micro_batches: int
+    bytes: int
+    """Of their tensors, without the pixels of images."""
+    pinned: bool
+    """Whether they are copied from page-locked memory."""
+
+    @contextlib.contextmanager
+    def copied(self, trace: StorageTrace) -> Iterator[None]:
+        """They are copied there, and go in the end."""
+        if self.pinned:
+            trace.returned(trace.leaves(self.bytes))
+        with trace.owned_by(ROWS), trace.during("forward"):
+            there = torch.empty(self.bytes, dtype=torch.uint8)
+        yield
+        del there
 
 
 class FakeRun:
@@ -311,7 +332,7 @@ class FakeRun:
             rows = self._heaviest(run, run.args.per_device_train_batch_size)
             given = run.collator(rows)
             whole = run.drawn(given, epoch=0)
-            micro_batches = -(-rows_in_a_step(run.args) // whole.rows)
+            step = self._rows_of_a_step(run, whole, device)
             thin = self._thinned(whole, device)
             evaluated = self._evaluated(run, device) if self.evaluates else None
         runner = run.runner(run.objective(), self._reference(run))
@@ -334,8 +355,16 @@ class FakeRun:
             tokens = prompts_of(given)
             prompts = [TracedPrompt(*each) for each in zip(tokens, prompt_images(given, tokens), strict=True)]
             rollout = TracedCompletions(prompts, self._writers(runner, trace, layers, run.reader), trace)
-        self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, rollout, several=micro_batches > 1)
-        return whole, thin.scores, micro_batches
+        self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, rollout, step)
+        return whole, thin.scores, step.micro_batches
+
+    def _rows_of_a_step(self, run: TrainingRun, heaviest: RaggedBatch, device: Device) -> StepRows:
+        """As many rows of the mean length as a step has, or its heaviest micro-batch if that has more tokens."""
+        rows, lengths = rows_in_a_step(run.args), run.row_lengths(self.dataset, trained=True)
+        usual = 0 if lengths is None else lengths.mean() * rows / self.method.rows.together(run.args)
+        held = [each for each in tree_leaves(vars(replace(heaviest, images=()))) if isinstance(each, Tensor)]
+        size = sum(each.nbytes for each in held) * max(1.0, usual / heaviest.tokens)
+        return StepRows(-(-rows // heaviest.rows), int(size), pinned=device.kind == "cuda")
 
     def _writers(
         self, runner: StepRunner, trace: StorageTrace, layers: int, reader: ImageReader | None
@@ -441,11 +470,10 @@ class FakeRun:
         trace: StorageTrace,
         layers: int,
         rollout: TracedRollout | TracedCompletions | None,
-        *,
-        several: bool,
+        step: StepRows,
     ) -> None:
         """The parts that a run on the CPU and on a GPU is put together from."""
-        model = runner.model.train()
+        model, several = runner.model.train(), step.micro_batches > 1
 
         def part(name: str) -> None:
             weights_go(filter(None, (model, getattr(runner.reference, "model", None))))
@@ -462,27 +490,28 @@ class FakeRun:
         part("room")
         reserved = self._reserved(model, trace) if wants_room(runner.updater.inner) else []
         part("gradients")
-        # Of several micro-batches, the gradients wait for the last, and nothing is stepped in backward.
-        gradients = runner.accumulate if several else runner.gradients
-        if several:
-            gradients(batch)  # those of the micro-batches before, made between their activations
-            label(runner, layers, trace)
-        in_backward = runner.in_backward is not None and not several
-        if in_backward:
-            part("states")
+        with step.copied(trace):
+            # Of several micro-batches, the gradients wait for the last, and nothing is stepped in backward.
+            gradients = runner.accumulate if several else runner.gradients
+            if several:
+                gradients(batch)  # those of the micro-batches before, made between their activations
+                label(runner, layers, trace)
+            in_backward = runner.in_backward is not None and not several
+            if in_backward:
+                part("states")
+                gradients(batch)
+                _take_step(runner, layers, trace)
+            part("step")
             gradients(batch)
-            _take_step(runner, layers, trace)
-        part("step")
-        gradients(batch)
-        trace.phase = "optimizer"
-        label(runner, layers, trace)
-        for name in () if in_backward else ("states", "optimizer"):
-            part(name)
-            _take_step(runner, layers, trace)
-        if in_backward:
-            _take_step(runner, layers, trace)
-        part("clear")
-        runner.updater.zero_grad(model)
+            trace.phase = "optimizer"
+            label(runner, layers, trace)
+            for name in () if in_backward else ("states", "optimizer"):
+                part(name)
+                _take_step(runner, layers, trace)
+            if in_backward:
+                _take_step(runner, layers, trace)
+            part("clear")
+            runner.updater.zero_grad(model)
         if evaluated is not None:
             part("evaluation")
             with trace.during("evaluation"):

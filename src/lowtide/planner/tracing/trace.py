@@ -44,6 +44,8 @@ REWARD = "reward"
 """The category of the weights of reward models; they run in the phase of the same name."""
 KEYS = "keys"
 """The category of the keys and values of long rows that wait between their pieces, and of their gradients."""
+ROWS = "rows"
+"""The category of the rows of a step."""
 HOST, PINNED = ON_HOST = ("host", "pinned")
 """The categories of what lies in host memory and not on the device: in pinned memory, or not."""
 IN_FILES = "files"

@@ -361,6 +361,14 @@ def test_torchs_varlen_attention_has_the_arguments_that_are_given_by_position():
     assert [each.shape for each in found] == [query.shape, key.shape, value.shape]
 
 
+def test_torchs_flash_attention_takes_how_many_keys_are_used():
+    query, key, value = (torch.empty(n, 1, 8, dtype=torch.bfloat16, device="meta") for n in (6, 20, 20))
+    starts, used = torch.empty(2, 3, dtype=torch.int32, device="meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    out, lse = inside.cuda_flash_of_used(query, key, value, (starts[0], starts[1]), (3, 10), used, 0.5)
+    assert out.shape == query.shape
+    assert (lse.shape, lse.dtype) == ((1, 6), torch.float32)
+
+
 def test_modes_of_the_compiler_are_listed():
     assert {"default", "reduce-overhead", "max-autotune"} <= {*inside.compile_modes()}
     with pytest.raises(RuntimeError, match="Unrecognized mode"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.cached_flash import right_on
 from lowtide.ops.attention.varlen_attention import BACKENDS, varlen_attention
 from lowtide.ragged import RaggedBatch
 
@@ -104,3 +105,9 @@ def test_autocast_brings_all_to_one_dtype():
     with torch.autocast("cuda", torch.bfloat16):
         out = varlen_attention(query, key, value.bfloat16(), AttentionPlan.build(batch))
     assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_generation_attends_by_the_kernel_that_is_told_how_many_keys_are_used(dtype, dim, caplog):
+    assert right_on(torch.device("cuda", 0), dtype, dim), caplog.text

@@ -315,6 +315,23 @@ def cuda_flash_backward(
     )
 
 
+def cuda_flash_of_used(
+    query: Tensor, key: Tensor, value: Tensor, starts: tuple[Tensor, Tensor], longest: tuple[int, int], used: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[queries, heads, dim] and [heads, queries]: what `varlen_attn` computes of segments that see the first of their
+    keys alone, without a mask. Torch 2.11's public form cannot be told how many these are.
+
+    Args:
+        starts: of the segments' queries, and of their keys, in int32; likewise `longest`.
+        used: [segments], how many keys each sees, in int32.
+    """
+    out, lse, *_ = aten._flash_attention_forward(
+        query, key, value, *starts, *longest, 0.0, False, False, scale=scale, seqused_k=used
+    )
+    return out, lse
+
+
 def _one_segment(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
     """The tensors, contiguous, with where their one segment starts and ends, and how long it is."""
     import torch.nn.attention.varlen  # registers the operations

@@ -288,6 +288,11 @@ def _varlen(*args: Any, window: Sequence[int] | None = None, **_: Any) -> int:
     return _ragged_attention(query, key, value, _seen(keys, window))
 
 
+def _used_keys(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *_: Any, **_options: Any) -> int:
+    """Of stacks of one head (`ops.attention.cached_flash`), as if all of their keys were used."""
+    return 2 * _ragged_attention(query, key, value, key.shape[0] // (starts.shape[0] - 1))
+
+
 def _varlen_backward(*args: Any, window: Sequence[int] | None = None, **_: Any) -> int:
     """The gradient of the output before the arguments of `_varlen`, output and log-sum-exp behind the value."""
     query, key, value, keys = *args[1:4], args[9]
@@ -312,6 +317,7 @@ def _flex_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, _ou
 ATTENTION: dict[str, Callable[..., int]] = {
     "torch_attn::_varlen_attn": _varlen,
     "torch_attn::_varlen_attn_backward": _varlen_backward,
+    "aten::_flash_attention_forward": _used_keys,
     "lowtide::flex_attention": _ragged_attention,
     "lowtide::flex_attention_backward": _flex_backward,
 } | {

@@ -10,14 +10,18 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from lowtide.ops.attention import cached_flash
+from lowtide.ops.attention.attention_plan import Rules, Sight
 from lowtide.ops.capture import Watch, difference
 from lowtide.ops.logits import drawing
 from lowtide.ops.target import planning_for
+from lowtide.rollout.generators import plans
 from lowtide.rollout.generators.decoding import AT_ONCE, IN_WINDOWS, Decoder, Pace, leave_now, pace_on
 from lowtide.rollout.generators.generator import Completion, Request, Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from tests.support.marks import slow_but
 from tests.support.models.architectures import TYPICAL_RECURRENT, VOCAB
+from tests.support.references.flash import flash_of_used
 from tests.support.runs.generating import prompt, some_requests, token_ids, writer, written_logprobs
 
 STOPS = tuple(range(3, 9))
@@ -84,6 +88,26 @@ def test_windows_other_rules_of_attention_and_states_are_kept(name: str):
     got = RaggedGenerator(pace=IN_WINDOWS).generate(model, asked(), sampling)
 
     assert token_ids(got) == token_ids(RaggedGenerator(pace=AT_ONCE).generate(model, asked(), sampling))
+
+
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gpt_oss"]))
+def test_a_kernel_that_is_told_how_many_keys_are_used_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, sampling = writer(name), Sampling(20, stop_ids=STOPS)
+    wanted = RaggedGenerator(pace=AT_ONCE).generate(model, asked(), sampling)
+    served: list[bool] = []
+
+    def serves(query: torch.Tensor, value: torch.Tensor, rules: Rules) -> bool:
+        served.append(rules.sight == Sight())
+        return served[-1]
+
+    monkeypatch.setattr(plans, "serves", serves)
+    monkeypatch.setattr(cached_flash, "cuda_flash_of_used", flash_of_used)
+
+    got = RaggedGenerator(pace=SHORT).generate(model, asked(), sampling)
+
+    assert token_ids(got) == token_ids(wanted)
+    torch.testing.assert_close(written_logprobs(got), written_logprobs(wanted), atol=1e-6, rtol=0)
+    assert True in served
 
 
 def replying(request: int, number: int, completion: Completion) -> list[int] | None:

@@ -1,9 +1,10 @@
 """Attention of new tokens to keys that are held from before: what a model's attention is while it generates.
 
 A completion's keys lie in two places: those of its prompt, which it shares with the other completions of the prompt,
-and its own. Attention to each is computed apart, and the two are merged by their log-sum-exps, which is exact. Scores
-are written out: a new token has one row of them, so they are small beside the keys, and every rule (soft-caps, sinks,
-windows) is a line.
+and its own. Attention to each is computed apart, and the two are merged by their log-sum-exps, which is exact. A kernel
+computes each where there is one that gives the log-sum-exp too: on CUDA that of `cached_flash`, on a CPU torch's flash
+attention. Elsewhere scores are written out: a new token has one row of them, so they are small beside the keys, and
+every rule (soft-caps, sinks, windows) is a line.
 
 Shapes: `lines` that share nothing, `kv_heads` heads of keys and values, `tokens` new ones of a line, `share` query
 heads that read the same head of keys, `keys` of a line (padded), `dim` a head's width. A stack is a head of keys of a
@@ -20,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lowtide.compat.torch import cpu_flash
 from lowtide.ops.attention.attention_plan import Rules, Sight
 from lowtide.ops.attention.varlen_attention import AttentionRules
 from lowtide.ops.target import kind_of
@@ -83,10 +85,10 @@ class CachedPlan(ABC):
 
 
 class Part(NamedTuple):
-    """What tokens gather from some of their keys."""
+    """What tokens gather from some of their keys. Tokens and heads may take several dimensions."""
 
-    out: Float[Tensor, "tokens heads value_dim"]
-    lse: Float[Tensor, "tokens heads"]
+    out: Float[Tensor, "*tokens_heads value_dim"]
+    lse: Float[Tensor, "*tokens_heads"]
     """Log-sum-exp of their scores."""
 
 
@@ -134,12 +136,22 @@ def gather_from(
 
     A stack is a head of keys of a line; its queries are those of all heads and tokens that read it.
     """
+    if _on_cpu(query, value, rules):
+        mask = None if bias is None else bias[:, None].to(query.dtype)
+        out, lse = cpu_flash(query[:, None], key[:, None], value[:, None], False, rules.scale, mask)
+        return out[:, 0], lse.view(*query.shape[:2], 1)
     scores = _scores(query, key, bias, rules)
     top = scores.amax(-1, keepdim=True)
     weights = torch.softmax(scores, -1)
     # The largest weight is exp(top - lse), and at least one over the number of keys.
     lse = top - weights.amax(-1, keepdim=True).log_()
     return torch.bmm(weights.to(value.dtype), value), lse
+
+
+def _on_cpu(query: Tensor, value: Tensor, rules: Rules) -> bool:
+    """Whether the CPU's kernel serves. In float16 a bias would be infinite."""
+    plain = rules.softcap is None and value.shape[-1] == query.shape[-1]
+    return plain and kind_of(query.device) == "cpu" and query.dtype != torch.float16
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, rules: Rules) -> Tensor:
@@ -158,17 +170,18 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, rules: Rules) -> Te
     return scores if bias is None else scores.add_(bias)
 
 
-def merged(parts: Sequence[Part], sinks: Float[Tensor, " heads"] | None) -> Float[Tensor, "tokens heads value_dim"]:
+def merged(parts: Sequence[Part], sinks: Float[Tensor, "*heads"] | None) -> Float[Tensor, "*tokens_heads value_dim"]:
     """What tokens gather from all parts of their keys together.
 
     Args:
-        sinks: a learned score for each head that takes its share of the weights and gives nothing.
+        sinks: a learned score for each head that takes its share of the weights and gives nothing; in as many
+            dimensions as heads have.
     """
     if len(parts) == 1 and sinks is None:
         return parts[0].out
     if len(parts) == 2 and sinks is None:
-        share = torch.sigmoid(parts[0].lse - parts[1].lse).to(parts[0].out.dtype)
-        return torch.lerp(parts[1].out, parts[0].out, share[..., None])
+        share = torch.sigmoid(parts[1].lse - parts[0].lse).to(parts[0].out.dtype)
+        return torch.lerp(parts[0].out, parts[1].out, share[..., None])  # has the strides of the first
     lses = [part.lse for part in parts]
     if sinks is not None:
         lses.append(sinks.to(lses[0].dtype).expand_as(lses[0]))

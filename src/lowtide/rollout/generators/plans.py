@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.attention.cached_attention import CachedPlan, Part, as_bias, gather_from, merged, seen
+from lowtide.ops.attention.cached_flash import Starts, gather_used, serves, starts_of
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
 from lowtide.ops.convolution import causal_convolution
 from lowtide.ops.recurrence import RecurrenceLayout, linear_recurrence, recurrence_step
@@ -164,8 +165,14 @@ class NextPlan(_LaterPlan):
             for into, new in zip(own, (key, value), strict=True):
                 into.view(-1, into.shape[-1]).index_copy_(0, place, new.reshape(-1, new.shape[-1]))
         heads = query.unflatten(1, (key.shape[1], -1))  # [lines, kv_heads, share, dim]
-        parts = [self._from_own(heads, own, rules), self._from_prompts(heads, held.blocks, rules)]
-        return merged(parts, rules.sinks)
+        flash = self.once(("flash", rules[:3], query.dtype, heads.shape), lambda: serves(query, value, rules))
+        of_own, of_prompts = (
+            self._from_own(heads, own, rules, flash),
+            self._from_prompts(heads, held.blocks, rules, flash),
+        )
+        sinks = None if rules.sinks is None else rules.sinks.view(heads.shape[1:3])
+        parts = [Part(of_own.out.view(of_prompts.out.shape), of_own.lse.view(of_prompts.lse.shape)), of_prompts]
+        return merged(parts, sinks).reshape(*query.shape[:2], -1)
 
     def recur(
         self,
@@ -199,42 +206,75 @@ class NextPlan(_LaterPlan):
 
         return self.once(("place", kv_heads), make)
 
-    def _from_own(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules) -> Part:
-        lines, kv_heads, share = query.shape[:3]
-        keys, values = (x.flatten(0, 1)[: lines * kv_heads, : self.store.width] for x in own)
+    def _from_own(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules, flash: bool) -> Part:
+        """`query` and what comes of it are [lines, kv_heads, share, dim].
 
-        def make() -> Tensor:
+        Args:
+            flash: whether flash attention serves, which is told how many keys are used; else a bias hides the others.
+        """
+        lines, kv_heads, share = query.shape[:3]
+        stacks = lines * kv_heads
+        keys, values = (x.flatten(0, 1)[:stacks] for x in own)
+
+        def used() -> Tensor:
+            return (self.held + 1).to(torch.int32).repeat_interleave(kv_heads)
+
+        def bias() -> Tensor:
             places = torch.arange(self.store.width, device=self.store.device)[None, :]
             prompts = self.positions - self.held
             mask = seen(self.positions[:, None, None], (places + prompts[:, None])[:, None], rules.sight)
             return as_bias(mask, kv_heads, share, query.dtype)
 
-        bias = self.once(("own", rules.sight, query.dtype, kv_heads), make)
-        out, lse = gather_from(query.flatten(0, 1), keys, values, bias, rules)
-        return Part(out.view(lines, kv_heads * share, -1), lse.view(lines, kv_heads * share))
+        if flash:
+            starts = self._starts(stacks, share, self.store.capacity)
+            counts = self.once(("used", kv_heads), used)
+            out, lse = gather_used(query.flatten(0, 1), keys, values, starts, counts, rules.scale)
+        else:
+            keys, values = (x[:, : self.store.width] for x in (keys, values))
+            hides = self.once(("own", rules.sight, query.dtype, kv_heads), bias)
+            out, lse = gather_from(query.flatten(0, 1), keys, values, hides, rules)
+        return Part(out.view(lines, kv_heads, share, -1), lse.view(lines, kv_heads, share))
 
-    def _from_prompts(self, query: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], rules: Rules) -> Part:
+    def _from_prompts(self, query: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], rules: Rules, flash: bool) -> Part:
+        """As `_from_own`; without a copy [prompts, lines of a prompt, kv_heads, share, dim] where lines lie so."""
         grids, inverse = self.store.once("grids", self._grids)
-        outs, lses, (_, kv_heads, share, dim), start = [], [], query.shape, 0
+        parts, (_, kv_heads, share, dim), start = [], query.shape, 0
         for number, ((keys, values), grid) in enumerate(zip(blocks, grids, strict=True)):
             prompts, most = grid.shape
-            bias = self.once(
-                ("prompts", number, rules.sight, query.dtype, kv_heads),
-                lambda number=number: self._prompt_bias(number, rules.sight, query),
-            )
             span = slice(start, start + prompts * most)
             of_block = query[span] if inverse is None else query.index_select(0, grid.view(-1))
             start = span.stop
             of_group = of_block.view(prompts, most, kv_heads, share, dim).transpose(1, 2)
             stacked = of_group.reshape(prompts * kv_heads, most * share, dim)
-            found = gather_from(stacked, keys.flatten(0, 1), values.flatten(0, 1), bias, rules)
+            keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+            if flash:
+                starts = self._starts(len(stacked), most * share, keys.shape[1])
+                used = self.store.once(
+                    ("used", number, kv_heads), lambda number=number: self._lengths(number, kv_heads)
+                )
+                found = gather_used(stacked, keys, values, starts, used, rules.scale)
+            else:
+                bias = self.once(
+                    ("prompts", number, rules.sight, query.dtype, kv_heads),
+                    lambda number=number: self._prompt_bias(number, rules.sight, query),
+                )
+                found = gather_from(stacked, keys, values, bias, rules)
             out, lse = (x.view(prompts, kv_heads, most, share, -1).transpose(1, 2) for x in found)
-            outs.append(out.reshape(prompts * most, kv_heads * share, -1))
-            lses.append(lse.reshape(prompts * most, kv_heads * share))
-        out, lse = (each[0] if len(each) == 1 else torch.cat(each) for each in (outs, lses))
-        if inverse is None:
-            return Part(out, lse)
-        return Part(out.index_select(0, inverse), lse.index_select(0, inverse))
+            parts.append(Part(out, lse[..., 0]))
+        if len(parts) == 1 and inverse is None:
+            return parts[0]
+        out, lse = (torch.cat([each.flatten(0, 1) for each in of_all]) for of_all in zip(*parts, strict=True))
+        return Part(out, lse) if inverse is None else Part(out.index_select(0, inverse), lse.index_select(0, inverse))
+
+    def _starts(self, stacks: int, queries: int, keys: int) -> Starts:
+        """Where stacks begin, made again when lines have come or gone."""
+        shape = (stacks, queries, keys)
+        return self.store.once(("starts", *shape), lambda: starts_of(*shape, self.store.device))
+
+    def _lengths(self, number: int, kv_heads: int) -> Tensor:
+        """[prompts * kv_heads]: tokens of each prompt of a block, for each head of its keys."""
+        lengths = [len(group.prompt) for group in self.store.blocks[number] for _ in range(kv_heads)]
+        return torch.tensor(lengths, dtype=torch.int32, device=self.store.device)
 
     def _grids(self) -> tuple[list[Tensor], Tensor | None]:
         """For each block [prompts, most lines of a prompt] the line at each place, and for each line its place; None

@@ -22,7 +22,7 @@ from lowtide.memory.allocators import host_heap
 from tests.support.matrix.matrix import ACTED, TECHNIQUES, make, with_it
 from tests.support.memory.storages import Storages
 
-EVERY, STEPS = 8, 120
+EVERY, STEPS = 8, 64
 """Steps between marks, and in all."""
 BATCH = 4
 """Rows of a step. An epoch has four batches, so all marks follow the same rows."""
@@ -121,7 +121,7 @@ def test_a_leak_would_be_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaks", [lambda step: step % 3 == 0, lambda step: step == 70], ids=["every third", "once"])
+@pytest.mark.parametrize("leaks", [lambda step: step % 3 == 0, lambda step: step == 40], ids=["every third", "once"])
 def test_a_leak_at_some_steps_would_be_seen(leaks):
     found = marks("SFT", Leak(hidden_states_in_a_graph, leaks))
     assert found.tensors[-1] - found.tensors[0] >= 8 * 32 * 4

@@ -1,4 +1,4 @@
-"""SIGTERM leaves a checkpoint, Ctrl-C names one, and a second run in a folder is refused"""
+"""SIGTERM and Ctrl-C leave a checkpoint, and a second run in a folder is refused"""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_signal(number: int, phase: str, step: int, options: dict[str, Any], fo
         assert found[2] == str(stopped / f"checkpoint-{found[1]}"), "it names another checkpoint"
     else:
         assert status != 0, f"exit status {status}: {text}"
-        found = re.search(r"interrupted in step (\d+)\. (?:The last checkpoint is (\S+);|There is no)", text)
+        found = re.search(r"interrupted (?:in|after) step (\d+)\. (?:The last checkpoint is (\S+);|There is no)", text)
         assert found, text
     if found[2]:
         assert Path(found[2]).is_dir()

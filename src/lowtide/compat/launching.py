@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as static
 
 LOOPBACK = "127.0.0.1"
@@ -47,8 +50,17 @@ def meet_on_this_machine() -> None:
     module.TCPStore = _store
 
 
+def ended_by_signals(launch: Callable[[], object]) -> None:
+    """Launches; a signal that the agent passed on to the ranks, which say what it led to, is no traceback of the agent
+    beside that, but the status of a process that it ended."""
+    try:
+        launch()
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+
+
 if __name__ == "__main__":
     from accelerate.commands.launch import main
 
     meet_on_this_machine()
-    main()
+    ended_by_signals(main)

@@ -1,7 +1,8 @@
-"""Ctrl-C names the way back; SIGTERM leaves a checkpoint from which the run goes on bit by bit."""
+"""Ctrl-C once, and SIGTERM, leave a checkpoint from which the run goes on bit by bit."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -163,9 +164,32 @@ def test_without_saving_nothing_is_written(tmp_path, capfd):
     assert "There is no checkpoint to resume from: save_strategy is 'no'" in capfd.readouterr().err
 
 
-def test_ctrl_c_names_the_checkpoint_and_what_resumes(tmp_path):
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.05)  # the signal is received in a thread
+
+
+def test_ctrl_c_once_finishes_the_step_and_saves(tmp_path, capfd):
+    whole = weights(trained(tmp_path / "whole"))
+    trainer, before = small(tmp_path / "run"), signal.getsignal(signal.SIGINT)
+    trainer.add_callback(At("on_step_begin", 2, press))
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trainer.train()
+    folder = tmp_path / "run" / "checkpoint-3"
+    assert isinstance(raised.value, Interrupted)
+    assert str(raised.value).startswith(f"interrupted after step 3. The last checkpoint is {folder}; this resumes: ")
+    assert "lowtide: Ctrl-C: this step is finished, and then a checkpoint is written; Ctrl-C again quits at once. " in (
+        capfd.readouterr().err
+    )
+    assert signal.getsignal(signal.SIGINT) is before
+    again = small(tmp_path / "run")
+    again.train(resume_from_checkpoint=True)
+    assert_same(weights(again), whole)
+
+
+def test_ctrl_c_twice_quits_and_names_the_checkpoint_before(tmp_path):
     trainer = small(tmp_path)
-    trainer.add_callback(At("on_step_begin", 3, lambda: os.kill(os.getpid(), signal.SIGINT)))
+    trainer.add_callback(At("on_step_begin", 3, lambda: (press(), press())))
     with pytest.raises(
         KeyboardInterrupt, match=r"interrupted in step 4\. The last checkpoint is .*checkpoint-2; this res"
     ) as raised:
@@ -174,10 +198,35 @@ def test_ctrl_c_names_the_checkpoint_and_what_resumes(tmp_path):
     assert f"trainer.train(resume_from_checkpoint='{tmp_path / 'checkpoint-2'}')" in str(raised.value)
 
 
+def test_what_a_launcher_passes_on_is_the_same_ctrl_c():
+    told: list[int] = []
+    request = StopRequest(30, lambda: told.append(1), interrupts=True, together=30.0)
+    with request.received():
+        press()
+        press()
+    assert (request.pressed, told, request.terminated) == (1, [1], False)
+
+
+def interrupted_without_end() -> None:
+    signals.PATIENCE = 0.1
+    with in_the_foreground(), StopRequest(30, lambda: None, interrupts=True).received():
+        for _ in range(2):
+            with contextlib.suppress(KeyboardInterrupt):  # as what waits in C code does
+                press()
+        time.sleep(100)
+
+
+def test_what_ctrl_c_twice_does_not_reach_is_ended():
+    process = multiprocessing.get_context("fork").Process(target=interrupted_without_end)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 130
+
+
 def test_a_checkpoint_that_ctrl_c_cut_off_leaves_nothing(tmp_path, monkeypatch):
     trainer = small(tmp_path)
     write = trainer._save_rng_state
-    monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: (write(folder), os.kill(os.getpid(), signal.SIGINT)))
+    monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: (write(folder), press(), press()))
     with pytest.raises(KeyboardInterrupt, match="There is no checkpoint to resume from"):
         trainer.train()
     assert [path.name for path in tmp_path.iterdir()] == [METRICS]

@@ -1,5 +1,5 @@
-"""Receives SIGTERM, also while the main thread computes or waits for other ranks: a training finishes its step, and
-everything else (loading, preparing rows, evaluating, saving) ends at once.
+"""Receives SIGTERM and Ctrl-C, also while the main thread computes or waits for other ranks: a training finishes its
+step, and everything else (loading, preparing rows, evaluating, saving) ends at once.
 
 Python calls a signal's handler between two of its instructions, which a long kernel or a wait for another rank delays
 without end. The system's part of the handler writes the signal's number into a pipe at once; a thread reads it there,
@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -21,6 +22,11 @@ from lowtide.trainers.checkpoints.lock import leave_folders
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit status of a process that SIGTERM ended, by convention."""
+
+INTERRUPTED = 128 + signal.SIGINT
+"""That of one which Ctrl-C ended."""
+TOGETHER = 1.0
+"""Seconds in which several SIGINT are one Ctrl-C, for ranks: the terminal sends it, and their launcher passes it on."""
 
 PATIENCE = 5.0
 """Seconds in which a process that saves nothing ends by itself; one that waits for other ranks cannot."""
@@ -44,9 +50,16 @@ class StopRequest:
 
     Args:
         grace: seconds between the signal and the end of the process.
-        on_request: called once, in a thread, when the signal is there.
-        on_deadline: called in that thread when the grace period is over, before the process ends.
-        ends: raised in the main thread when the signal is there; None where that looks at `requested`.
+        on_request: called in a thread when SIGTERM is there, and at the first Ctrl-C.
+        on_deadline: called in that thread when the grace period after SIGTERM is over, before the process ends.
+        ends: raised in the main thread when SIGTERM is there; None where that looks at `requested`.
+        interrupts: whether Ctrl-C asks to stop too; a second one raises KeyboardInterrupt, and ends a process that does
+            not come to that.
+        together: seconds in which several SIGINT are one Ctrl-C.
+
+    Attributes:
+        terminated: whether SIGTERM is there.
+        pressed: how often Ctrl-C was.
     """
 
     def __init__(
@@ -55,13 +68,26 @@ class StopRequest:
         on_request: Callable[[], object],
         on_deadline: Callable[[], object] = lambda: None,
         ends: Stopped | None = None,
+        *,
+        interrupts: bool = False,
+        together: float = 0.0,
     ) -> None:
         self.grace, self.on_request, self.on_deadline, self.ends = grace, on_request, on_deadline, ends
-        self.requested = False
+        self.interrupts, self.together = interrupts, together
+        self.terminated, self.pressed = False, 0
+        self._last_press = -together
+        self._handled: list[float] = []
+        """When the main thread came to handle Ctrl-C."""
         self._finished = threading.Event()
         self._raised, self._tells = False, True
         self._earlier: Any = None
+        self._earlier_interrupt: Any = None
         self._read = self._write = -1
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.terminated or self.pressed > 0
 
     @contextlib.contextmanager
     def received(self) -> Iterator[None]:
@@ -76,6 +102,9 @@ class StopRequest:
         os.set_blocking(self._write, False)
         self._tells = not (_received and _received[-1].handles())
         self._earlier = signal.signal(signal.SIGTERM, self._handle)
+        self.interrupts = self.interrupts and callable(signal.getsignal(signal.SIGINT))
+        if self.interrupts:
+            self._earlier_interrupt = signal.signal(signal.SIGINT, self._handle_interrupt)
         others_pipe = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         told = others_pipe if self._tells else -1
         thread = threading.Thread(target=self._watch, args=(told,), name="lowtide-signals", daemon=True)
@@ -90,6 +119,8 @@ class StopRequest:
             _received.remove(self)
             signal.set_wakeup_fd(others_pipe)
             signal.signal(signal.SIGTERM, self._earlier)
+            if self.interrupts:
+                signal.signal(signal.SIGINT, self._earlier_interrupt)
             self._close()
 
     def handles(self) -> bool:
@@ -97,9 +128,12 @@ class StopRequest:
         return signal.getsignal(signal.SIGTERM) == self._handle
 
     def forget(self) -> None:
-        """In a forked process: signals are handled as before, and the pipe is the parent's alone."""
+        """In a forked process: SIGTERM is handled as before, and the pipe is the parent's alone. Ctrl-C is the parent's
+        to answer: a terminal sends it to workers too."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, self._earlier)
+        if self.interrupts:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -109,6 +143,13 @@ class StopRequest:
             self._raised = True
             raise self.ends
 
+    def _handle_interrupt(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        again = bool(self._handled) and now - self._handled[-1] >= self.together
+        self._handled.append(now)
+        if again or self.pressed > 1:
+            self._earlier_interrupt(number, frame)
+
     def _watch(self, others_pipe: int) -> None:
         numbers = b""
         while END not in numbers:
@@ -117,20 +158,37 @@ class StopRequest:
                 with contextlib.suppress(OSError):
                     os.write(others_pipe, others)
             others_alone = self.ends is not None and not self.handles()
-            if signal.SIGTERM in numbers and not self.requested and not others_alone:
-                self.requested = True
-                threading.Thread(target=self._deadline, daemon=True).start()
+            if signal.SIGTERM in numbers and not self.terminated and not others_alone:
+                self.terminated = True
+                self._end_after(self.grace, TERMINATED, self.on_deadline)
                 self.on_request()
+            if signal.SIGINT in numbers and self.interrupts:
+                self._press()
+
+    def _press(self) -> None:
+        now = time.monotonic()
+        if now - self._last_press < self.together:
+            return
+        self._last_press, self.pressed = now, self.pressed + 1
+        if self.pressed == 1:
+            self.on_request()
+        elif self.pressed == 2:
+            self._end_after(PATIENCE, INTERRUPTED, lambda: None)
+
+    def _end_after(self, seconds: float, status: int, said: Callable[[], object]) -> None:
+        """Ends the process after some seconds, unless it has come to an end by then."""
+
+        def end() -> None:
+            if not self._finished.wait(seconds):
+                said()
+                leave_folders()
+                os._exit(status)
+
+        threading.Thread(target=end, daemon=True).start()
 
     def _close(self) -> None:
         os.close(self._write)
         os.close(self._read)
-
-    def _deadline(self) -> None:
-        if not self._finished.wait(self.grace):
-            self.on_deadline()
-            leave_folders()
-            os._exit(TERMINATED)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,10 @@ from typing import Any, cast
 
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.trainers.checkpoints.output_folder import checkpoints_of
-from lowtide.trainers.checkpoints.signals import Stopped, StopRequest
+from lowtide.trainers.checkpoints.signals import TOGETHER, Stopped, StopRequest
+
+TERMINATES = 2
+"""What a rank that has SIGTERM says to the others; one with Ctrl-C says 1."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ class Stopping:
         self.saved_step: int | None = None
         self._began_to_save: int | None = None
         self._request: StopRequest | None = None
+        self._terminated = False
+        """Whether it was SIGTERM that told a rank to stop."""
         self._evaluates = False
         """Whether an evaluation has begun since the last step."""
 
@@ -56,7 +61,10 @@ class Stopping:
         """
         theirs = getattr(self.args, "enable_jit_checkpoint", False)  # transformers' own handler
         grace = 0.0 if theirs else self.args.stop_grace
-        self._request = StopRequest(grace, self._say_request, self._say_deadline)
+        together = TOGETHER if self.args.world_size > 1 else 0.0
+        self._request = StopRequest(
+            grace, self._say_request, self._say_deadline, interrupts=self._saves, together=together
+        )
         self.saved_step = self._began_to_save = None
         try:
             with self._request.received():
@@ -91,7 +99,7 @@ class Stopping:
             theirs()
             late = not stops and slow and self._any_rank_stops()  # while it evaluated, or wrote a checkpoint
         except EvaluationLeft:
-            late = True
+            late = self._any_rank_stops()
         except Exception:
             self._save_before_end(save)
             raise
@@ -141,7 +149,11 @@ class Stopping:
 
     def _any_rank_stops(self) -> bool:
         """Whether a rank was told to stop; all ranks ask at the same place."""
-        return bool(worst_of_ranks(self._request is not None and self._request.requested, self.args.device))
+        request = self._request
+        told = 0 if request is None else TERMINATES if request.terminated else request.requested
+        worst = worst_of_ranks(told, self.args.device)
+        self._terminated = worst == TERMINATES
+        return worst > 0
 
     def resumes_with(self, checkpoint: str) -> str:
         """What a user types to resume from a checkpoint, for messages."""
@@ -149,7 +161,9 @@ class Stopping:
 
     # -- what is said ------------------------------------------------------------------------------------------------
 
-    def _stopped(self) -> Stopped:
+    def _stopped(self) -> Stopped | Interrupted:
+        if not self._terminated:
+            return Interrupted(f"interrupted after step {self._step}. {self._way_back()}")
         message = f"stopped by SIGTERM after step {self._step}. {self._way_back()}"
         self._say(message)
         return Stopped(message)
@@ -163,7 +177,14 @@ class Stopping:
         return f"The last checkpoint is {last}; this resumes{without}: {self.resumes_with(str(last))}"
 
     def _say_request(self) -> None:
-        grace = cast(StopRequest, self._request).grace
+        request = cast(StopRequest, self._request)
+        if not request.terminated:
+            self._say(
+                "Ctrl-C: this step is finished, and then a checkpoint is written; Ctrl-C again quits at once. "
+                f"{self._way_back()}"
+            )
+            return
+        grace = request.grace
         then = (
             "and then a checkpoint is written" if self._saves else "and no checkpoint is written (save_strategy='no')"
         )

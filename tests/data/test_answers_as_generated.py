@@ -1,6 +1,8 @@
 """Answers of preferences as they are generated: pairs, labelled completions, and sides that a reward model reads."""
 
+import itertools
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Config
 
 from lowtide import DPOConfig, DPOTrainer, KTOConfig, RewardConfig, RewardTrainer
+from lowtide.data.batches.shared_rounds import whole_rounds
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.prompts import PromptEncoder, prepare_prompts
@@ -196,14 +199,59 @@ def test_scored_prompts_are_whole(tokenizer):
     assert whole.endswith("24<|im_end|>\n")
 
 
-def test_a_completion_of_several_turns_after_a_prompt_is_told(tokenizer, caplog):
+def taken(rows, tokenizer):
+    """Prepared rows of prompts and completions, each round whole."""
+    options = PrepareOptions(vocab_size=1000)
+    dataset: Any = prepare(Dataset.from_list(rows), tokenizer, options, batch_size=2, packing=False)[0]
+    return [whole_rounds(row) for row in dataset]
+
+
+def scored_spans(row):
+    """The (first, last) places of each run of scored tokens."""
+    places = [place for place, label in enumerate(row["labels"]) if label != -100]
+    runs = [list(run) for _, run in itertools.groupby(places, key=lambda place: place - places.index(place))]
+    return [(run[0], run[-1] + 1) for run in runs]
+
+
+def test_turns_of_a_completion_after_a_prompt_are_each_taken_as_generated(tokenizer):
+    """The first row of the past keeps what was written; the second one's template drops earlier thoughts."""
+    turns = [said("42", "I guess"), asked("Really?"), said("Yes", "It is")]
+    rows = [{"prompt": PAIRS[0]["prompt"], "completion": turns}]
+    [row] = taken(rows, tokenizer)
+    found = [tokenizer.decode(row["input_ids"][a:b]) for a, b in scored_spans(row)]
+    assert found == ["42<|im_end|>", "Yes<|im_end|>"]
+    assert tokenizer.decode(row["input_ids"]).endswith("Yes<|im_end|>")
+    tokenizer.chat_template = DROPPING
+    [row] = taken(rows, tokenizer)
+    assert len(row["seq_lengths"]) == 2
+    found = [tokenizer.decode(row["input_ids"][a:b]) for a, b in scored_spans(row)]
+    assert sorted(found) == ["<think>I guess</think>42<|im_end|>", "<think>It is</think>Yes<|im_end|>"]
+    assert "I guess</think>42<|im_end|>\n<|im_start|>user\nReally?" not in tokenizer.decode(row["input_ids"])
+
+
+DROPPING = CHATML.replace(
+    "{{ message['content'] }}",
+    "{% if loop.last and message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message['content'] }}",
+)
+
+
+def test_weights_of_messages_count_in_completions_of_prompts(tokenizer, caplog):
+    turns = [said("42") | {"weight": 0}, asked("Really?"), said("Yes") | {"weight": 1}]
+    with caplog.at_level(logging.WARNING):
+        [row] = taken([{"prompt": [asked("?")], "completion": turns}], tokenizer)
+    assert [tokenizer.decode(row["input_ids"][a:b]) for a, b in scored_spans(row)] == ["Yes<|im_end|>"]
+    assert "whether they are trained" not in caplog.text
+
+
+def test_a_completion_without_an_answer_is_taken_as_it_stands_and_told(tokenizer, caplog):
     rows = [
-        {"prompt": PAIRS[0]["prompt"], "completion": [said("42"), asked("Really?"), said("Yes")]},
+        {"prompt": [*PAIRS[0]["prompt"], said("42")], "completion": [asked("Really?")]},
         {"prompt": PAIRS[1]["prompt"], "completion": [said("12")]},
     ]
     with caplog.at_level(logging.WARNING):
-        (_, longer), (_, short) = learned(rows, tokenizer)
-    assert longer.endswith("Yes<|im_end|>\n")
+        (_, other), (_, short) = learned(rows, tokenizer)
+    assert other.endswith("Really?<|im_end|>\n")
     assert short == "12<|im_end|>"
     assert caplog.text.count("in 1 of 2 rows (the first is row 0) a completion is not one message") == 1
 

@@ -82,7 +82,7 @@ def test_the_loss_is_that_of_one_plain_forward_a_turn(name):
     )
     prepared, _ = prepare(Dataset.from_list(rows), family_tokenizer(), options, batch_size=8, packing=False)
     expected = {kind: loss_of_plain_forwards(turns) for kind, turns in judged(name).items()}
-    found = [-score(models()[0], RaggedBatch.from_rows([row])).scored.mean().item() for row in prepared]
+    found = [-score(models()[0], RaggedBatch.from_rows([row])).scored.mean().item() for row in list(prepared)]
     assert dict(zip(expected, found, strict=True)) == pytest.approx(expected, abs=2e-4)
     assert min(expected.values()) > 1
 

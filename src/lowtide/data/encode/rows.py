@@ -10,7 +10,7 @@ Where we differ: a `completion_mask` that comes with tokenized rows is used unle
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
@@ -30,6 +30,7 @@ from lowtide.data.batches.token_rows import (
     flatten,
 )
 from lowtide.data.encode.chat import ChatEncoder
+from lowtide.data.encode.rounds import Round
 from lowtide.data.encode.text import TextEncoder
 from lowtide.data.encode.tokenized import encode_tokenized
 from lowtide.data.encode.truncation import Truncation, truncate
@@ -67,7 +68,8 @@ class RowEncoder:
         first = self._read({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.kind
         options.check_for(first, source)
-        self.by_rounds = options.assistant_only_loss and not options.one_segment
+        answers = self._learns_answers(first)
+        self.by_rounds = (options.assistant_only_loss or answers) and not options.one_segment
         self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
         self.chat = (
             ChatEncoder.for_rows(
@@ -75,7 +77,7 @@ class RowEncoder:
                 in_parts=options.contents_in_parts,
                 stop_ids=options.stop_ids,
                 thought_end=options.thought_end,
-                by_turns=options.turns == "as_generated" and (self.by_rounds or self._learns_answers(first)),
+                by_turns=options.turns == "as_generated" and (self.by_rounds or answers),
                 heeds_marks=options.assistant_only_loss,
             )
             if isinstance(first, ChatSample)
@@ -84,7 +86,7 @@ class RowEncoder:
         self.roles = trained_roles(["assistant"] if options.roles_to_train is None else options.roles_to_train)
         self.by_rounds &= self.chat is not None and self.chat.by_turns
         self._check_trained(first)
-        if self.chat is not None and options.assistant_only_loss:
+        if self.chat is not None and (options.assistant_only_loss or self.by_rounds):
             lengths = LENGTHS_FEATURE if self.by_rounds else {}
             self.features = Features({**TOKEN_FEATURES, **lengths, **WEIGHTS_FEATURE})
         self._encode = {
@@ -106,9 +108,9 @@ class RowEncoder:
         """
         if self.roles != {"assistant"} and not self.by_rounds:
             raise ValueError(
-                f"roles_to_train={sorted(self.roles)} requires assistant_only_loss=True and turns='as_generated', a "
-                "chat template without {% generation %} marks, and rows without images: messages of other roles than "
-                "the assistant's can't be told else."
+                f"roles_to_train={sorted(self.roles)} requires turns='as_generated', rows without images, and "
+                "assistant_only_loss=True with a chat template without {% generation %} marks, or prompts whose "
+                "completions alone are scored: messages of other roles than the assistant's can't be told else."
             )
         if self.options.thought_end is not None and not (self.chat is not None and self.chat.by_turns):
             raise ValueError(
@@ -117,10 +119,10 @@ class RowEncoder:
                 "template without {% generation %} marks. Leave it out."
             )
         marked = isinstance(first, ChatSample) and any(TRAINED_KEYS & message.keys() for message in first.messages)
-        if marked and not self.options.assistant_only_loss:
+        if marked and not (self.options.assistant_only_loss or self.by_rounds):
             logger.warning(
-                "%s: messages say whether they are trained (%s), which is read with assistant_only_loss=True alone: "
-                "without it they are trained like all others.",
+                "%s: messages say whether they are trained (%s), which is read with assistant_only_loss=True, or where "
+                "the completions of prompts are taken as they are generated: here they are trained like all others.",
                 self.source,
                 ", ".join(TRAINED),
             )
@@ -202,8 +204,13 @@ class RowEncoder:
         firsts = [0 if all_count else sample.prompt_messages or 0 for sample in samples]
         pairs = enumerate(zip(samples, firsts, strict=True))
         wanted = [self._wanted(sample, index, place, first) for index, (sample, first) in pairs]
+        silent = [not (weights or self._speaks(sample)) for sample, weights in zip(samples, wanted, strict=True)]
         rounds = chat.encode_rounds(samples, wanted, place)
+        for number, row in self._as_they_stand(chat, samples, place, silent):
+            rounds[number], wanted[number] = [row], {0: 1.0}
         rows = [row for of_sample in rounds for row in of_sample]
+        if not self.options.assistant_only_loss:  # nothing is learned of what follows the last answer
+            rows = [replace(row, token_ids=row.token_ids[: row.turns[-1][1]]) if row.turns else row for row in rows]
         token_ids, offsets = flatten([row.token_ids for row in rows])
         weights = np.zeros(len(token_ids), dtype=np.float32)
         of_turns = [[*of_sample.values()] for of_sample, made in zip(wanted, rounds, strict=True) for _ in made]
@@ -216,6 +223,23 @@ class RowEncoder:
         groups = np.cumsum([0, *map(len, rounds)])
         doubts = np.array([of_sample[0].doubt for of_sample in rounds], dtype=np.int64)
         return replace(_rows(token_ids, offsets, weights, prompts), groups=groups, doubts=doubts)
+
+    def _speaks(self, sample: ChatSample) -> bool:
+        """Whether a message of a role to train is there; in a completion, where these alone are scored."""
+        if self.options.assistant_only_loss:
+            return True
+        return any(message["role"] in self.roles for message in sample.messages[sample.prompt_messages or 0 :])
+
+    def _as_they_stand(
+        self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace, silent: Sequence[bool]
+    ) -> Iterator[tuple[int, Round]]:
+        """The conversations whose completions nobody to train says, as the template writes them, by their numbers."""
+        these = [number for number, each in enumerate(silent) if each]
+        rows = RowPlace(place.source, [place.numbers[number] for number in these])
+        answers = chat.encode_answers([samples[number] for number in these], rows, [False] * len(these))
+        for number, answer in zip(these, answers, strict=True):
+            span = shared_prefix(answer.prompt, answer.token_ids), len(answer.token_ids)
+            yield number, Round(answer.token_ids, [span], [0], Doubt.SEVERAL_TURNS)
 
     def _wanted(self, sample: ChatSample, index: int, place: RowPlace, first: int) -> dict[int, float]:
         """The numbers of the messages that are scored, from `first` on, with their weights."""

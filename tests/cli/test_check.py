@@ -114,3 +114,10 @@ def test_it_takes_two_seconds_of_processor_time_and_no_torch(folder):
     status, seconds = said.stdout.splitlines()[-1].split()
     assert status == "0"
     assert float(seconds) < 2
+
+
+@pytest.mark.parametrize("config", ["[]", '{"vocab_size": -1}', "{"])
+def test_a_config_that_is_none_ends_the_check(folder, capsys, config):
+    (folder / "m" / "config.json").write_text(config)
+    assert main(["check", "run.yaml"]) == 2
+    assert "the config of" in capsys.readouterr().err

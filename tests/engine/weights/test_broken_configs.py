@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ from lowtide.demo.model import save
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "text for a size": ({"hidden_size": "64"}, "config of model .* cannot be read: .*hidden_size"),
+    "text for a size": ({"hidden_size": "64"}, "config of .* says hidden_size='64'"),
     "no layers": ({"num_hidden_layers": 0}, "config of model .* cannot be read"),
     "a list for a type": ({"model_type": ["llama"]}, "config of model .* cannot be read"),
     "text for a token": ({"eos_token_id": ["a"]}, "config of model .* cannot be read: .*eos_token_id"),
     "no heads": ({"num_attention_heads": 0}, "ZeroDivisionError.*Look at its config.json"),
+    "a vocabulary of a trillion": ({"vocab_size": 10**12}, "says vocab_size=1000000000000"),
+    "layers of a part": ({"text_config": {"num_layers": 10**9}}, "says num_layers=1000000000"),
+    "no number": ({"hidden_size": float("nan")}, "says hidden_size=nan"),
     "an unknown activation": ({"hidden_act": "none"}, "KeyError: 'none'. Look at its config.json"),
-    "a vocabulary below 0": ({"vocab_size": -1}, "RuntimeError.*Look at its config.json"),
+    "a vocabulary below 0": ({"vocab_size": -1}, "config of .* says vocab_size=-1, and a model has 0 to"),
 }
 
 
@@ -35,6 +39,23 @@ def test_a_config_that_describes_no_model_is_refused(folder, case):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ValueError, match=said):
         load_model(str(folder))
+
+
+@pytest.mark.parametrize("content", [b"[]", "{}".encode("utf-16"), bytes(range(256)), b"[" * 100_000])
+def test_a_config_that_is_no_json_object_is_refused_before_the_tokenizer(folder, content):
+    (folder / "config.json").write_bytes(content)
+    for read in (load_model, load_tokenizer):
+        with pytest.raises(
+            ValueError, match=r"config of model .* (cannot be read: its config.json|is nested too deeply)"
+        ):
+            read(str(folder))
+
+
+def test_a_config_that_is_a_pipe_is_refused(folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(ValueError, match=r"config.json is no file"):
+        load_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from lowtide.engine.weights.places import MOST, check_counts
 from lowtide.spelling import nearest
 
 DROPOUT = re.compile("dropout|_pdrop$|layerdrop")
 """The names of shares that are dropped, in configs."""
-MOST_LAYERS = 10_000
-"""Of layers that a model may have."""
 TAKEN = ("attn_implementation", "device_map", "dtype", "max_memory", "quantization_config", "subfolder", "use_kernels")
 """Arguments that `from_pretrained` takes out of its `**kwargs`, beside those of its signature and of the config."""
 
@@ -65,16 +64,13 @@ def init_refused(name: str, init: Mapping[str, Any], error: Exception) -> ValueE
 
 
 def check_layers(config: Any, name: str) -> None:
-    """Refuses a config of less than no layers, or of more than any model has, which take hours and all memory to make.
+    """Refuses a config of fewer than no layers, of a vocabulary below 0, or of more than any model has.
 
     Raises:
         ValueError: names the key.
     """
     for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
-        for key in ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "num_experts"):
-            count = getattr(part, key, None)
-            if isinstance(count, int) and not 0 <= count <= MOST_LAYERS:
-                raise ValueError(f"the config of {name!r} says {key}={count}, and a model has 0 to {MOST_LAYERS:,}")
+        check_counts({key: getattr(part, key, None) for key in MOST}, name)
 
 
 def check_dropouts(config: Any) -> None:

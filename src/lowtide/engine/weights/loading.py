@@ -32,7 +32,7 @@ from lowtide.engine.weights.labels import label_values
 from lowtide.engine.weights.load_errors import check_layers, one_line
 from lowtide.engine.weights.model_init import CODE, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
-from lowtide.engine.weights.places import check_model_place
+from lowtide.engine.weights.places import check_config_file, check_model_place
 from lowtide.engine.weights.quantized import check_torchao
 from lowtide.engine.weights.sharded.shard_files import shards_in
 from lowtide.process.ways_out import in_python
@@ -89,6 +89,7 @@ def load_model(
 
 def saved_config(name: str, init: Mapping[str, Any]) -> PretrainedConfig | None:
     """Of a model, loaded with the arguments of `model_init`; None of a folder of adapters."""
+    check_config_file(Path(name))
     try:
         found = AutoConfig.from_pretrained(name, **config_init(init))
     except RecursionError:

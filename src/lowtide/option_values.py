@@ -108,6 +108,7 @@ class Option:
         """The items of a list, each of its kind and, where there are any, of the choices."""
         if value is None or isinstance(value, Mapping):
             raise TypeError
+        value = _json_list(value)
         items = [self._item(plain(each)) for each in (value if isinstance(value, list | tuple | set) else [value])]
         if self.choices and not set(items) <= set(self.choices):
             raise ValueError
@@ -267,6 +268,16 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, numbers.Real | str):
         raise TypeError
     return value
+
+
+def _json_list(value: Any) -> Any:
+    """The list of texts or numbers that JSON text holds; other values as they are, `[MASK]` and patterns among them."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return parse_json(value)
+    except ValueError:
+        return value
 
 
 def _dict(value: Any) -> Any:

@@ -77,3 +77,17 @@ def test_help_is_quick():
     start = time.perf_counter()
     subprocess.run([sys.executable, "-m", "lowtide", "merge", "--help"], check=True, capture_output=True)
     assert time.perf_counter() - start < 2  # half a second on a machine that does nothing else
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "holds a JSON list where an object belongs"),
+        ("{", "is not JSON"),
+        ('{"base_model_name_or_path": [1]}', "base_model_name_or_path=[1], and a model's name is text"),
+    ],
+)
+def test_a_configuration_of_adapters_of_other_kinds_is_refused(adapter, tmp_path, capsys, content, message):
+    (adapter / "adapter_config.json").write_text(content)
+    assert main(["merge", "--adapter", str(adapter), "--output_dir", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err

@@ -62,6 +62,9 @@ OPTIONS = options_of(Config)
         ("pace", False, "no"),
         ("pace", "steps", "steps"),
         ("loss", "dft", "dft"),
+        ("layers", '["a", "b"]', ["a", "b"]),
+        ("layers", "[MASK]", ["[MASK]"]),
+        ("layers", "[qv]_proj", ["[qv]_proj"]),
     ],
 )
 def test_values_become_what_the_field_takes(name, given, value):

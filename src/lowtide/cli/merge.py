@@ -13,6 +13,7 @@ from typing import Any
 
 from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
+from lowtide.engine.weights.places import named_base
 from lowtide.parsing import parse_json
 
 ADAPTER_FILE = "adapter_config.json"
@@ -58,7 +59,7 @@ def _merge(arguments: argparse.Namespace) -> bool:
     """Writes a model with its adapter merged into it; whether a tokenizer is written with it."""
     adapter, output = arguments.adapter, arguments.output_dir
     config = _adapter_config(adapter)
-    name = arguments.model or config.get("base_model_name_or_path")
+    name = arguments.model or named_base(config, adapter / ADAPTER_FILE)
     if not name:
         raise UsageError(f"{adapter / ADAPTER_FILE} does not say which model it was trained on: give it by --model")
     if output.resolve() in (adapter.resolve(), Path(name).resolve()):
@@ -142,9 +143,12 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UsageError(f"--adapter: {adapter} has no {ADAPTER_FILE}, so it is no adapter's folder")
     try:
-        return parse_json(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a JSON {type(config).__name__} where an object belongs")
+    return config
 
 
 def _save_tokenizer(sources: list[str], output: Path, trust: bool) -> bool:

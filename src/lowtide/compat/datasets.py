@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
+from collections.abc import Iterator
 from typing import Any
+
+
+@contextlib.contextmanager
+def readers_silent() -> Iterator[None]:
+    """Keeps the readers of files from logging what they raise as well."""
+    readers = logging.getLogger("datasets.packaged_modules")
+    before = readers.level
+    readers.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        readers.setLevel(before)
 
 
 def fingerprint_of(dataset: Any) -> str:

@@ -246,3 +246,11 @@ def test_a_configuration_of_a_file_is_warned_of_and_a_split_is_named(tmp_path, c
     assert "has no configuration 'english': the name has no effect" in caplog.text
     with pytest.raises(ValueError, match=r"rows.jsonl, split 'train\[:200%\]', can't be read"):
         load_rows(path, split="train[:200%]")
+
+
+@pytest.mark.parametrize(("content", "said"), [(LINES.encode("utf-16"), "not UTF-8"), (bytes(range(256)), "not JSON")])
+def test_what_is_no_text_is_said_once_and_by_us(tmp_path, caplog, content, said):
+    file = write(tmp_path / "rows.jsonl", content)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1: {said}"):
+        load_rows(file)
+    assert "Failed to load" not in caplog.text

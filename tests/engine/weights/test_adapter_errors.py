@@ -11,7 +11,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from support.models.tiny_llama import tiny_llama
 
-from lowtide.engine.weights.complete_weights import load_adapters
+from lowtide.engine.weights.complete_weights import base_of_adapters, load_adapters
 from lowtide.engine.weights.loading import adapt, check_trained_whole
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -65,6 +65,22 @@ def test_a_folder_is_refused_with_the_option_of_its_configuration(folder, case):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(ValueError, match=f"the adapters in .*{said}"):
         load_adapters(tiny_llama(), str(folder))
+
+
+def test_a_folder_whose_scale_is_no_number_is_refused(folder):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": math.nan}))
+    with pytest.raises(ValueError, match=r"lora_alpha of adapter_config\.json holds nan: it must be finite"):
+        load_adapters(tiny_llama(), str(folder))
+
+
+@pytest.mark.parametrize(("base", "said"), [([1], "a model's name is text"), (None, "which model"), ("", "its own")])
+def test_a_folder_that_names_no_other_model_is_refused(folder, base, said):
+    path = folder / "adapter_config.json"
+    named = str(folder) if base == "" else base
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": named}))
+    with pytest.raises(ValueError, match=said):
+        base_of_adapters(str(folder))
 
 
 def test_a_folder_without_weights_says_so(folder):

@@ -23,6 +23,7 @@ from datasets import (
 )
 from datasets.exceptions import DatasetGenerationError
 
+from lowtide.compat.datasets import readers_silent
 from lowtide.data.sources.json_lines import (
     BROKEN,
     LINE_BY_LINE,
@@ -181,7 +182,8 @@ def _from_files(
 
     def load(**features: Any) -> Any:
         options = {**separator, **records, **features}
-        return load_dataset(reader, data_files=data_files, split=split, streaming=streaming, **options)
+        with readers_silent():
+            return load_dataset(reader, data_files=data_files, split=split, streaming=streaming, **options)
 
     try:
         return load()

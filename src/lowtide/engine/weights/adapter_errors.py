@@ -58,13 +58,17 @@ def options_named(config: Any, model: nn.Module, folder: str | None = None) -> I
 def check_values(config: Any) -> None:
     """Refuses numbers that are not finite, tokens below 0, and names that are no text.
 
+    Args:
+        config: PEFT's, or the content of its JSON file.
+
     Raises:
         ValueError: names the option.
     """
+    what = "adapter_config.json" if isinstance(config, Mapping) else f"the {type(config).__name__}"
     for option, value in _set_options(config).items():
         wrong = next((each for each in _leaves(value) if isinstance(each, float) and not math.isfinite(each)), None)
         if wrong is not None:
-            raise ValueError(f"{option} of the {type(config).__name__} holds {wrong}: it must be finite")
+            raise ValueError(f"{option} of {what} holds {wrong}: it must be finite")
         if option in OF_NAMES and not isinstance(value, str):
             other = next((each for each in _leaves(value) if not isinstance(each, str)), None)
             if other is not None:

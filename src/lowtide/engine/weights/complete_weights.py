@@ -21,9 +21,10 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from lowtide.compat.transformers_loading import telling_what_was_read
-from lowtide.engine.weights.adapter_errors import options_named
+from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.load_errors import arguments_named, to_install
-from lowtide.engine.weights.weight_files import broken_files_named, read_json
+from lowtide.engine.weights.places import named_base
+from lowtide.engine.weights.weight_files import broken_files_named, read_json, stored_as_whole_numbers
 from lowtide.ops.mapped import FilePages
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) 
             name, **{**init, "output_loading_info": True, "ignore_mismatched_sizes": True}
         )
     _check_found(name, model, found, new_head=new_head, accepts=bool(init.get("ignore_mismatched_sizes")))
+    _check_stored(name, model)
     return model
 
 
@@ -98,6 +100,19 @@ def _check_found(name: str, model: Any, found: dict[str, Any], *, new_head: bool
         logger.warning(f"model {name!r}: {some_of(new)} is new: it begins with random values")
 
 
+def _check_stored(name: str, model: Any) -> None:
+    """Refuses weights that files hold as whole numbers, as quantized ones, where the config says nothing of that."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    own = dict(model.named_parameters())
+    whole = [key for key in stored_as_whole_numbers(name) if key in own and own[key].is_floating_point()]
+    if whole:
+        raise ValueError(
+            f"model {name!r}: {some_of(whole)} is stored as whole numbers, and its config.json says no "
+            "quantization_config that tells what they stand for: save it again with weights of a floating-point dtype"
+        )
+
+
 def new_modules(model: Any) -> list[str]:
     """The modules of a loaded model that began with random values, by their names in the model or in its body."""
     names = (name.removeprefix(f"{model.base_model_prefix}.") for name in vars(model).get(NEW, ()))
@@ -118,9 +133,11 @@ def base_of_adapters(name: str) -> str | None:
     config = Path(name, ADAPTER_CONFIG)
     if not config.is_file() or Path(name, MODEL_CONFIG).is_file():
         return None
-    base = read_json(config).get("base_model_name_or_path")
-    if not base:
+    base = named_base(read_json(config), config)
+    if base is None:
         raise ValueError(f"{config} does not say which model its adapters were trained on (base_model_name_or_path)")
+    if Path(base).resolve() == Path(name).resolve():
+        raise ValueError(f"{config} names its own folder as the model that its adapters were trained on")
     check_package_of(name)
     return base
 
@@ -156,12 +173,13 @@ def _adapters_named(name: str, model: PreTrainedModel) -> Iterator[None]:
     """Around PEFT's loading of a folder of adapters: a failure names the file or the option at fault.
 
     Raises:
-        ValueError: the folder has no weights, or PEFT failed.
+        ValueError: the folder has no weights or a configuration with values that are none, or PEFT failed.
     """
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("adapter_model*")):
         raise ValueError(f"the folder of adapters {name!r} holds no adapter_model.safetensors: copy the whole folder")
     config = read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {}
+    check_values(config)
     with options_named(config, model, name), broken_files_named(name):
         yield
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lowtide.parsing import parse_json
+
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "num_experts")
 MOST = dict.fromkeys(LAYERS, 10_000) | {"hidden_size": 1_000_000, "vocab_size": 10_000_000}
 """Counts of a model's config, and what no model has more of: one that does takes hours and all memory to make."""
+READ = (".bin", ".jinja", ".json", ".model", ".safetensors")
+"""Files of a model's folder that are read, which never ends where they are pipes or devices."""
 
 
 def check_model_place(name: str, option: str = "model") -> None:
@@ -38,21 +41,21 @@ def check_model_place(name: str, option: str = "model") -> None:
 
 
 def check_config_file(folder: Path) -> None:
-    """Refuses a folder whose config.json is no config.
+    """Refuses a folder whose config.json is no config, or where a pipe or device has the name of a file that is read.
 
     Raises:
-        ValueError: it is no file or no JSON object, or says counts that no model has.
+        ValueError: names the file; or config.json is no JSON object, or says counts that no model has.
     """
-    file = folder / "config.json"
+    file, unread = folder / "config.json", f"the config of model {str(folder)!r} cannot be read: "
+    strange = [each for each in sorted(folder.glob("*")) if each.suffix in READ and _is_strange(each)]
+    if strange:
+        raise ValueError(f"model {str(folder)!r} cannot be loaded: {strange[0].name} is neither a file nor a folder")
+    if file.is_dir():
+        raise ValueError(f"{unread}its config.json is a folder")
     if not file.exists():
         return
-    unread = f"the config of model {str(folder)!r} cannot be read: "
-    if not file.is_file():
-        raise ValueError(f"{unread}its config.json is no file")
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"the config of model {str(folder)!r} is nested too deeply to be read") from None
+        config = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{unread}its config.json is not JSON ({error})") from error
     if not isinstance(config, dict):
@@ -74,3 +77,20 @@ def check_counts(config: Mapping[str, Any], name: str) -> None:
         count = config.get(key)
         if isinstance(count, int | float | str) and not (isinstance(count, int) and 0 <= count <= most):
             raise ValueError(f"the config of {name!r} says {key}={count!r}, and a model has 0 to {most:,}")
+
+
+def named_base(adapters: Mapping[str, Any], file: Path) -> str | None:
+    """The model that adapters were trained on, as the content of their `file` names it; None where it names none.
+
+    Raises:
+        ValueError: it is no text.
+    """
+    base = adapters.get("base_model_name_or_path") or None
+    if base is not None and not isinstance(base, str):
+        raise ValueError(f"{file} says base_model_name_or_path={base!r:.80}, and a model's name is text")
+    return base
+
+
+def _is_strange(path: Path) -> bool:
+    """Whether something is there that is neither a file nor a folder, links followed."""
+    return path.exists() and not path.is_file() and not path.is_dir()

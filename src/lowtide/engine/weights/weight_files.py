@@ -107,6 +107,15 @@ def saved_module(folder: str, name: str) -> dict[str, Tensor]:
     return found
 
 
+def stored_as_whole_numbers(name: str) -> list[str]:
+    """The weights in safetensors files of a model, by hub name or folder, whose numbers are whole."""
+    found = []
+    for path in _matching(model_folder(name) or Path(), "model*.safetensors"):
+        with safe_open(str(path), "pt") as file:  # type: ignore[no-untyped-call]
+            found += [key for key in file.keys() if file.get_slice(key).get_dtype()[0] in "IU"]  # noqa: SIM118
+    return found
+
+
 def _fault_of_index(index: Path) -> str | None:
     """What is wrong with the index of a sharded model, or with the list of its shards."""
     try:

@@ -98,6 +98,23 @@ def test_templates_that_cannot_call_tools_are_refused(case):
     Turns(byte_tokenizer(template))
 
 
+TEXTS = (
+    "{% for message in messages %}{{ message.thinking }}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ '[' + call.function.arguments + ']' }}{% endfor %}{% if message.role == 'assistant' %}<|im_end|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""It takes arguments as texts, and thoughts under a name of its own."""
+
+
+def test_messages_of_a_prompt_come_in_the_form_that_the_template_takes():
+    made = Turns(byte_tokenizer(TEXTS, eos="<|im_end|>"))
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}]  # b is Arrow's
+    said = {"role": "assistant", "content": "So.", "reasoning_content": "Well. ", "tool_calls": calls}
+    asked = {"role": "user", "content": "?", "tool_calls": None}
+    assert made.tokenizer.decode(made.encode([asked, said])) == '?Well. So.[{"a": 1}]<|im_end|>assistant:'
+    assert made.tokenizer.decode(made.after_tools([ANSWER])) == "4assistant:"
+
+
 def test_no_template():
     with pytest.raises(ValueError, match="no chat template"):
         turns(None)

@@ -20,7 +20,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
-from lowtide.data.formats.conversation import Message
+from lowtide.data.encode.message_form import MessageForm
+from lowtide.data.formats.conversation import Message, as_said
 from lowtide.parsing import parse_json
 from lowtide.process.ways_out import in_python
 from lowtide.rollout.readable import readable
@@ -72,6 +73,7 @@ class Turns:
         self.end_ids: frozenset[int] = frozenset(stop_ids if own_end is None else [*stop_ids, own_end])
         self._ends = [str(tokenizer.decode([number])) for number in sorted(self.end_ids)]
         self._read_by_template = getattr(tokenizer, "response_template", None) is not None
+        self._form = MessageForm.of(tokenizer, self.template_kwargs.get("chat_template"))
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -80,7 +82,7 @@ class Turns:
     ) -> list[int]:
         """The tokens of a conversation, and of the header of the policy's turn after it."""
         encoded: Any = self.tokenizer.apply_chat_template(
-            list(messages),
+            self._form([as_said(each) for each in messages]),
             tools=list(schemas) or None,
             add_generation_prompt=generation_prompt,
             tokenize=True,
@@ -100,13 +102,8 @@ class Turns:
             ValueError: the template does not say where the turn ends.
         """
         opening = _opening(messages[0]["name"], {})
-        try:
-            before = self.encode(opening, generation_prompt=False)
-            whole = self.encode([*opening, *messages])
-        except TypeError:  # a template that wants arguments as text
-            opening = _opening(messages[0]["name"], "{}")
-            before = self.encode(opening, generation_prompt=False)
-            whole = self.encode([*opening, *messages])
+        before = self.encode(opening, generation_prompt=False)
+        whole = self.encode([*opening, *messages])
         ends = self._end_places(before)
         start = ends[-1] + 1 if ends else len(before)
         if whole[:start] != before[:start]:

@@ -263,3 +263,23 @@ def test_a_hostile_chat_template_of_a_reward_model_is_refused_with_the_row():
     reward = ModelReward(classifier(), byte_tokenizer("{{ 'x'.center(10**10) }}"), "judge", RewardModelOptions())
     with pytest.raises(ValueError, match=r"chat template of reward model 'judge' cannot render .*`center`"):
         reward(completed(chat=True))
+
+
+THINKING = (
+    "{% for message in messages %}{{ message.thinking }}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "{{ '[' + call.function.arguments + ']' }}{% endfor %}{% endfor %}"
+)
+"""It takes arguments as texts, and thoughts under a name of its own."""
+
+
+def test_messages_come_in_the_form_that_the_template_takes():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": None}}}  # b is Arrow's
+    answer = {"role": "assistant", "content": "So.", "reasoning_content": "Well. ", "tool_calls": [call]}
+    asked = [{"role": "user", "content": "?", "tool_calls": None}]
+    found = ModelReward(classifier(), byte_tokenizer(THINKING), "judge", RewardModelOptions())(
+        Completed([asked], [[answer]], None)
+    )
+    wanted = ModelReward(classifier(), byte_tokenizer(CHATML), "judge", RewardModelOptions())(
+        Completed(["?Well. So."], ['[{"a": 1}]'], None)
+    )
+    torch.testing.assert_close(found, wanted)

@@ -22,6 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import limit_templates
 from lowtide.compat.transformers import attention_implementation
+from lowtide.data.encode.message_form import MessageForm
+from lowtide.data.formats.conversation import as_said
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install, score_shared
 from lowtide.engine.heads.head import Scores
 from lowtide.engine.heads.value import Value
@@ -194,11 +196,17 @@ class ModelReward:
     def _render(self, messages: list[dict[str, Any]], where: str) -> str:
         try:
             options = self.options.chat_template_kwargs
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            said = self._form([as_said(each) for each in messages])
+            return str(self.tokenizer.apply_chat_template(said, tokenize=False, **options))
         except Exception as error:
             raise ValueError(
                 f"the chat template of reward model {self.name!r} cannot render {where}: {error}"
             ) from error
+
+    @functools.cached_property
+    def _form(self) -> MessageForm:
+        """How its template takes messages."""
+        return MessageForm.of(self.tokenizer, self.options.chat_template_kwargs.get("chat_template"))
 
     # -- forwards ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Prepared conversations whose turns are trained as they are generated: a row of the dataset, in several segments."""
 
 import copy
+import json
 import logging
 
 import numpy as np
@@ -404,3 +405,30 @@ def test_turns_of_a_round_are_in_their_order():
     first, last = rounds_of(turns, [1, 9, 8])
     assert (first.token_ids, first.turns) == ([1, 2, 3, 4, 5, 6, 7], [(2, 4), (5, 7)])
     assert (last.token_ids, last.turns) == ([1, 9, 8], [(2, 3)])
+
+
+WITH_IDS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}({{ m.tool_call_id }}){% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}"
+    "[{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}]"
+    "{% endfor %}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_ids_and_the_order_of_calls_and_arguments_survive(tokenizer, as_text):
+    """Arrow gives each call the keys of all others."""
+    tokenizer.chat_template = WITH_IDS
+    given = [("call_9", "find", {"city": "Rome"}), ("call_1", "add", {"b": 2, "a": 1}), ("call_5", "find", {})]
+    calls = [
+        {"id": name, "type": "function", "function": {"name": what, "arguments": json.dumps(how) if as_text else how}}
+        for name, what, how in given
+    ]
+    answers = [said("tool", f"of {name}", tool_call_id=name) for name, *_ in given]
+    messages = [said("user", "And?"), said("assistant", "", tool_calls=calls), *answers, said("assistant", "So.")]
+    dataset, _ = run([messages], tokenizer)
+    [row] = [whole_rounds(each) for each in dataset]
+    written = "".join(f"[{name} {what} {json.dumps(how)}]" for name, what, how in given)
+    read = "".join(f"({name})of {name}" for name, *_ in given)
+    assert scored(tokenizer, row["labels"]) == f"{written}<|im_end|>So.<|im_end|>"
+    assert f"{written}<|im_end|>{read}So." in tokenizer.decode(row["input_ids"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,13 +54,13 @@ def test_they_count_in_no_sampling_metric(maker):
 
 
 def test_they_count_in_no_metric_of_tools(maker, monkeypatch):
-    write = maker._rewarded
-    talks = [SimpleNamespace(calls=number, failures=number % 2) for number in range(ALL)]
+    write = maker.rewarded
+    calls = [(number, number % 2) for number in range(ALL)]
 
     def with_tools(rows: Any, *given: Any) -> Any:
-        return write(rows, *given)[0], SimpleNamespace(all=talks[: len(rows)])
+        return replace(write(rows, *given), calls=calls[: len(rows)])
 
-    monkeypatch.setattr(maker, "_rewarded", with_tools)
+    monkeypatch.setattr(maker, "rewarded", with_tools)
     found, whole = metrics(maker, ALL, OWN), metrics(maker, ALL, None)
     assert found["tools/call_frequency"] == pytest.approx((0 + 1 + 2 + 3) / OWN)
     assert found["tools/failure_frequency"] == pytest.approx(2 / 6)

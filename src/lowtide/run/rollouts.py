@@ -8,9 +8,11 @@ that wrote, the update's own serve, and after that the sampler's.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
 from lowtide.data.prompts import PROMPT, PROMPT_IDS
-from lowtide.engine.forward import same_rows_of, sequence_of, vocabulary
+from lowtide.engine.forward import parted_over, same_rows_of, sequence_of, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
@@ -31,8 +33,9 @@ from lowtide.objectives.advantages import deviation, summed_up, weighted
 from lowtide.objectives.correction import Correction, correction, sampling_metrics
 from lowtide.ops.float64 import exchange_device
 from lowtide.ranks.group import RankGroup
+from lowtide.ranks.shards import is_sharded
 from lowtide.ranks.world import gathered, objects_of_all_ranks
-from lowtide.rollout.conversations import Conversation, Conversations, ToolUse
+from lowtide.rollout.conversations import Conversations, ToolUse
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
 from lowtide.rollout.images import PromptImages
 from lowtide.rollout.judges import JudgedPairs
@@ -113,11 +116,32 @@ class Made:
     """Further columns of the table of completions, which reward functions logged."""
     logged: dict[str, list[float]] = field(default_factory=dict)
     """Further numbers that they logged on this rank."""
+    calls: list[tuple[int, int]] | None = None
+    """Of each completion that this rank wrote, (tool calls that were answered, those of them that failed); None where
+    no tools are called."""
 
     def column(self, name: str) -> list:
         """A further column, with None for completions that it has no value of."""
         values = self.extra.get(name, [])[: len(self.rollout)]
         return [*values, *[None] * (len(self.rollout) - len(values))]
+
+    def save(self, path: Path, *, place: Sequence[int], texts: bool) -> None:
+        """Writes what was written and rewarded, before anything is computed of it.
+
+        Args:
+            place: the pass over the rows and the window.
+            texts: also what the table of completions shows.
+        """
+        shown = {"prompts": self.prompts, "completions": self.completions, "extra": self.extra} if texts else {}
+        more = json.loads(json.dumps({**shown, "logged": self.logged, "calls": self.calls}, default=str))
+        self.rollout.save(path, place=list(place), **more)
+
+    @classmethod
+    def load(cls, path: Path, reader: ImageReader | None = None) -> tuple[Made, tuple[int, int]]:
+        """(what `save` wrote, its place)."""
+        rollout, more = Rollout.load(path, reader)
+        (epoch, window), calls = more.pop("place"), more.pop("calls")
+        return cls(rollout, **more, calls=calls and [(answered, failed) for answered, failed in calls]), (epoch, window)
 
 
 @dataclass
@@ -174,6 +198,28 @@ class RolloutMaker:
                 raise ValueError(f"prompts show images, which do not go with {what}: leave it out")
         check_writes_after_images(self.generator)
 
+    def check_ahead(self) -> None:
+        """Refuses what cannot be written beside training (`max_staleness` above 0).
+
+        Raises:
+            ValueError: names the argument or the option.
+        """
+        model = self.runner.model
+        others = {
+            "rollout_func, which may use the policy that is trained": self.rollout_func is not None,
+            "a judge, whose choices no importance ratio corrects": isinstance(self.rewards, JudgedPairs),
+            "weights that are cut over ranks": is_sharded(model) or parted_over(model) is not None,
+            "ranks that learn from the same rows": self.together is not None,
+            "environment_factory beside a reward model, for which environments would have to wait": (
+                self.tools is not None
+                and self.tools.environments is not None
+                and bool(getattr(self.rewards, "reward_models", ()))
+            ),
+        }
+        for what, there in others.items():
+            if there:
+                raise ValueError(f"max_staleness does not go with {what}: set it to 0, or leave the other out")
+
     def make(
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], *, group: int, version: int, state: Any = None
     ) -> Made:
@@ -191,19 +237,21 @@ class RolloutMaker:
             ValueError: a reward, a tool or a `rollout_func` failed; says which, and at which row.
             OutOfMemory: what was to be written does not fit.
         """
-        own, conversations = self._met(
-            lambda: self._rewarded(rows, place, version, state), waited_for=self.writer.has_a_part
-        )
-        made, found = self._met(lambda: self._scored(own, len(rows)), waited_for=self.runner.waited_for)
-        if conversations is not None:
-            reported = self._reported(len(rows), self._share(len(rows)))
-            made.metrics |= _tool_metrics(conversations.all[:reported], self.runner.device)
+        own = self.met(lambda: self.rewarded(rows, place, version, state), waited_for=self.writer.has_a_part)
+        return self.finish(own, len(rows), group=group, state=state)
+
+    def finish(self, own: Made, rows: int, *, group: int, state: Any = None) -> Made:
+        """What is learned of what this rank wrote of so many rows; the other arguments are those of `make`."""
+        made, found = self.met(lambda: self._scored(own, rows), waited_for=self.runner.waited_for)
+        if own.calls is not None:
+            reported = self._reported(rows, self._share(rows))
+            made.metrics |= _tool_metrics(own.calls[:reported], self.runner.device)
         if found is not None:
             made.metrics |= sampling_metrics(found, self._of_all_ranks)
         self._finish(made, group, getattr(state, "epoch", None) or 0.0)
         return made
 
-    def _met(self, work: Callable[[], T], *, waited_for: bool) -> T:
+    def met(self, work: Callable[[], T], *, waited_for: bool = False) -> T:
         """What this rank does by itself; all ranks come out of it, or none does."""
         sync, found = RankSync("generation", remedy=REMEDY), []
         with sync.local(waited_for=waited_for):
@@ -243,27 +291,42 @@ class RolloutMaker:
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def _rewarded(
-        self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int, state: Any
-    ) -> tuple[Made, Conversations | None]:
-        """What this rank writes of its rows, rewarded; and its conversations, where tools are called."""
+    def rewarded(
+        self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int, state: Any = None
+    ) -> Made:
+        """What this rank writes of its rows by the weights as they are now, rewarded."""
+        with self.runner.phases.during("generate"):
+            self.publish(version)
+            made, completed = self.write(rows, place, version)
+        with self.runner.phases.during("reward"):
+            self.reward(made, completed, state)
+        return made
+
+    def publish(self, version: int) -> None:
+        """Has a generator with a copy of the weights write by those that the policy has now."""
+        if isinstance(self.generator, HoldsWeights):
+            with self.runner.phases.during("generate"):
+                self.generator.sync(self.runner.model, version)
+
+    def write(self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int) -> tuple[Made, Completed]:
+        """What this rank writes of its rows, and what reward functions see of it."""
         share = self._share(len(rows))
         *where, first = place
         rows, place = rows[share], (*where, first + share.start)
-        with self.runner.phases.during("generate"):
-            if isinstance(self.generator, HoldsWeights):
-                self.generator.sync(self.runner.model, version)
-            rollout, conversations, extra_fields = self._written(rows, place, version)
+        rollout, conversations, extra_fields = self._written(rows, place, version)
         completed = self._completed(rows, rollout, conversations, extra_fields)
+        calls = None if conversations is None else [(each.calls, each.failures) for each in conversations.all]
+        return Made(rollout, completed.prompts, completed.completions, calls=calls), completed
+
+    def reward(self, made: Made, completed: Completed, state: Any = None) -> None:
+        """Adds the rewards of what was written, and what reward functions logged beside them."""
         beside = LoggedBeside(len(completed))
-        with self.runner.phases.during("reward"):
-            rollout.rewards = self.rewards(
-                completed, trainer_state=state, log_extra=beside.log_extra, log_metric=beside.log_metric
-            )
+        made.rollout.rewards = self.rewards(
+            completed, trainer_state=state, log_extra=beside.log_extra, log_metric=beside.log_metric
+        )
         if self.options.log_completions:
             beside.check()
-        logged = {"extra": beside.columns, "logged": beside.numbers}
-        return Made(rollout, completed.prompts, completed.completions, **logged), conversations
+        made.extra, made.logged = beside.columns, beside.numbers
 
     def _written(
         self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], version: int
@@ -500,12 +563,12 @@ def _means_of_calls(logged: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in calls.items()}
 
 
-def _tool_metrics(conversations: Sequence[Conversation], device: torch.device) -> dict[str, float]:
-    """Over all ranks."""
-    sums = [sum(getattr(each, name) for each in conversations) for name in ("calls", "failures")]
-    everyones = gathered(torch.tensor([[*sums, len(conversations)]], dtype=torch.float32, device=device)).sum(0)
-    calls, failures, completions = everyones.tolist()
+def _tool_metrics(calls: Sequence[tuple[int, int]], device: torch.device) -> dict[str, float]:
+    """Over all ranks, of the calls of each completion."""
+    sums = [sum(each[which] for each in calls) for which in (0, 1)]
+    everyones = gathered(torch.tensor([[*sums, len(calls)]], dtype=torch.float32, device=device)).sum(0)
+    answered, failures, completions = everyones.tolist()
     return {
-        "tools/call_frequency": calls / completions,
-        "tools/failure_frequency": failures / calls if calls else 0.0,
+        "tools/call_frequency": answered / completions,
+        "tools/failure_frequency": failures / answered if answered else 0.0,
     }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -20,15 +21,15 @@ class RowBatches:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def of_step(self, read: Iterable[Any]) -> RaggedBatch | None:
-        """The batches of one optimizer step as one; None where there are none.
+    def of_step(self, read: Iterator[Any], count: int) -> RaggedBatch | None:
+        """The next batches, so many, which are those of one optimizer step, as one; None where there are none.
 
         Rows that fill up the last batch of a pass are left out, and a rank without others has one that stands in: a
         step is that of one process, which has each row once.
         """
         trainer = self.trainer
         batches, batch = [], None
-        for inputs in read:
+        for inputs in islice(read, count):
             batch = trainer.drawn(trainer.as_ragged(inputs), trainer.row_order.place[0])
             trainer.row_order.advance()
             if count := self.own_rows(batch):
@@ -45,3 +46,6 @@ class RowBatches:
     def evaluating(self, loader: DataLoader) -> Iterator[None]:
         """Around an evaluation."""
         yield
+
+    def end(self) -> None:
+        """The training is over."""

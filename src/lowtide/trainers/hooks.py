@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
@@ -268,7 +267,8 @@ class LowtideTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one, at the last of the Trainer's places, where it steps; the earlier
         ones stay empty, and all do at the end of a stream, which may have fewer batches left than a step takes."""
-        step = self.batch_maker.of_step(itertools.islice(epoch_iterator, num_batches))
+        with self.stopping.between_steps(lambda: self._save_checkpoint(self.model, None)):
+            step = self.batch_maker.of_step(epoch_iterator, num_batches)
         if step is not None:
             return [None] * (num_batches - 1) + [step], None
         self.row_order.check_read()
@@ -300,6 +300,7 @@ class LowtideTrainer(Trainer):
                 try:
                     yield
                 finally:
+                    self.batch_maker.end()
                     self.runner.end()
         except OutOfMemory as error:
             raise explained(cast(Any, self), error) from None

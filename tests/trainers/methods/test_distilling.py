@@ -58,8 +58,8 @@ def test_loss_and_gradients_are_those_of_whole_logits(beta, tmp_path):
     options = {"beta": beta, "temperature": 0.7, "max_steps": 1, "max_grad_norm": 0.0, "optim": "sgd"}
     trainer = online(tmp_path, METHOD, **options, num_generations=2, learning_rate=1.0)
     seen: list[Any] = []
-    make = trainer.maker.make
-    trainer.maker.make = lambda *given, **named: (seen.append(make(*given, **named)), seen[-1])[1]
+    finish = trainer.maker.finish
+    trainer.maker.finish = lambda *given, **named: (seen.append(finish(*given, **named)), seen[-1])[1]
     start = weights(trainer)
     trainer.train()
     rollout = seen[0].rollout

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.online.ahead import AheadOptions
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards
 from lowtide.methods.online.policy import completion_counts, read_written
-from lowtide.methods.online.rollouts import Prompts, RewardedOptions
+from lowtide.methods.online.rollouts import Prompts
 from lowtide.methods.shared.options import VisionOptions, check_read
 from lowtide.methods.shared.paper import Paper
 from lowtide.objectives.advantages import Advantages, relative_to_group
@@ -43,7 +44,7 @@ READ = (
 
 
 @dataclass(kw_only=True)
-class GRPOOptions(RewardedOptions, VisionOptions):
+class GRPOOptions(AheadOptions, VisionOptions):
     """The options of group relative policy optimization, under TRL's names and with its defaults."""
 
     beta: float = option(0.0, "Weight of the divergence from the reference; 0 goes without one.", NOT_NEGATIVE)

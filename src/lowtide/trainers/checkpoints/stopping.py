@@ -101,12 +101,24 @@ class Stopping:
         except EvaluationLeft:
             late = self._any_rank_stops()
         except Exception:
-            self._save_before_end(save)
+            if self._evaluates:
+                self._save_before_end(save)
             raise
         if late and self._saves and self.saved_step != self._step:
             save()
         if stops or late:
             raise self._stopped()
+
+    @contextlib.contextmanager
+    def between_steps(self, save: Callable[[], None]) -> Iterator[None]:
+        """Around what is read, or written, for the next step; where it fails, no step is lost."""
+        try:
+            yield
+        except Exception:
+            last = Path(str(self.trainer.last_checkpoint or ""))
+            if self._step and last.name != f"checkpoint-{self._step}":
+                self._save_before_end(save)
+            raise
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -116,10 +128,10 @@ class Stopping:
         self.saved_step = self._step
 
     def _save_before_end(self, save: Callable[[], None]) -> None:
-        """Writes the checkpoint of a step after which an evaluation failed, and leaves all others; not where there are
+        """Writes the checkpoint of a step after which something failed, and leaves all others; not where there are
         ranks, of which others may be elsewhere."""
         saved = self._began_to_save == self._step
-        if not (self._saves and self._evaluates) or saved or self.args.world_size > 1:
+        if not self._saves or saved or self.args.world_size > 1:
             return
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:

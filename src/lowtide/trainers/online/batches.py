@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import objects_of_all_ranks
 from lowtide.rollout.rollout import Rollout
+from lowtide.run.ahead import Ahead, BesideTraining, Place
 from lowtide.run.rollouts import Figures, Made
 from lowtide.step.metrics import Totals
 from lowtide.trainers.batches import RowBatches
 from lowtide.trainers.online.entropy import kept_tokens
-from lowtide.trainers.online.order import PromptSampler
+from lowtide.trainers.online.order import PromptSampler, RowsAhead
 from lowtide.trainers.order import own_rows
 
 logger = logging.getLogger(__name__)
 
 ROLLOUT = "rollout_{rank}.safetensors"
-"""The file of a checkpoint for the window that a rank is in the middle of."""
+"""The file of a checkpoint for the window that a rank is in the middle of; for each that was asked for, with the pass
+over the rows and the window behind the rank."""
 
 
 class WrittenBatches(RowBatches):
@@ -31,27 +37,88 @@ class WrittenBatches(RowBatches):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._window: Made | None = None
+        self._rows = RowsAhead()
+        self._ahead = Ahead(getattr(trainer.args, "heartbeat_stale_after_s", math.inf))
+        self._beside: BesideTraining | None = None
+        self._published: int | None = None
+        """The optimizer steps that the weights had taken which windows are written by, ahead of training."""
+        self._publishing = 0.0
+        """Seconds that the last copy of the weights took."""
         self._evaluating: Totals | None = None
         self._evaluated: list[Figures] = []
         self._eval_rows, self._eval_completions = 0, 0
 
-    def of_step(self, read: Iterable[Any]) -> RaggedBatch | None:
+    def of_step(self, read: Iterator[Any], count: int) -> RaggedBatch | None:
         trainer, args, parts = self.trainer, self.trainer.options, []
         windows, order = trainer.windows, trainer.row_order
-        for rows in read:
-            within = order.place[1] % windows.repeats
-            if within == 0 or self._window is None:
-                if within:
-                    logger.warning("the completions of this window were not saved: they are written anew")
-                self._window = self._made(rows, args.num_generations)
-            share, each = within % args.steps_of_generation, trainer.rows_a_batch
-            rollout, count = self._window.rollout, each * args.steps_of_generation
-            window, repeat = order.place[1] // windows.repeats, within // args.steps_of_generation
-            learned = trainer.learning.order(count, args.seed, order.place[0], window, repeat)
-            chosen = learned[share * each : (share + 1) * each]
-            parts.append(trainer.learning.batch(rollout, chosen, sharing=self._sharing))
-            order.advance()
+        before = order.place, self._window
+        self._rows.begin(read)
+        try:
+            for number in range(count):
+                if (rows := self._rows.take()) is None:
+                    break
+                within = order.place[1] % windows.repeats
+                if within == 0 or self._window is None:
+                    if within:
+                        logger.warning("the completions of this window were not saved: they are written anew")
+                    self._window = self._next_window(rows, count - number)
+                share, each = within % args.steps_of_generation, trainer.rows_a_batch
+                rollout, taken = self._window.rollout, each * args.steps_of_generation
+                window, repeat = order.place[1] // windows.repeats, within // args.steps_of_generation
+                learned = trainer.learning.order(taken, args.seed, order.place[0], window, repeat)
+                chosen = learned[share * each : (share + 1) * each]
+                parts.append(trainer.learning.batch(rollout, chosen, sharing=self._sharing))
+                order.advance()
+        except Exception:
+            order.place, self._window = before  # as a checkpoint of the last step has them
+            raise
         return kept_tokens(trainer.runner, RaggedBatch.concat(parts), args) if parts else None
+
+    # -- windows -------------------------------------------------------------------------------------------------
+
+    def _next_window(self, rows: Sequence[Mapping[str, Any]], left: int) -> Made:
+        """The window that begins here; those that follow are asked for, as many as are wanted ahead.
+
+        Args:
+            left: micro-batches of this step, from here on.
+        """
+        trainer, args, state = self.trainer, self.trainer.options, self.trainer.state
+        windows, (epoch, taken) = trainer.windows, trainer.row_order.place
+        first, within = divmod(taken, windows.repeats)
+        left += (state.max_steps - state.global_step - 1) * trainer.args.gradient_accumulation_steps
+        for number in range(windows.ahead + 1):
+            away = max(number * windows.repeats - within, 0)
+            later = self._rows.later(away) if away else rows
+            if later is None or away >= left:
+                break  # the end of the pass over the rows, or of the run
+            if (place := (epoch, first + number)) not in self._ahead:
+                self._ask(place, later)
+        waited = self._ahead.waited
+        own = trainer.maker.met(
+            lambda: self._ahead.take((epoch, first)), waited_for=not windows.ahead and trainer.maker.writer.has_a_part
+        )
+        if windows.ahead:
+            lag = float(state.global_step - own.rollout.version)
+            own.metrics |= {"sample/staleness_mean": lag, "sample/staleness_max": lag}
+            own.metrics |= {"perf/rollout_wait_s": self._ahead.waited - waited, "perf/weight_sync_s": self._publishing}
+        made = trainer.maker.finish(own, len(rows), group=args.num_generations, state=state)
+        return self._logged(made)
+
+    def _ask(self, place: Place, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Has a window written by the weights as they are now: in the thread, or where it is taken."""
+        trainer, maker, version = self.trainer, self.trainer.maker, self.trainer.state.global_step
+        at = (0, *place, trainer.args.data_rank * len(rows))
+        if not trainer.windows.ahead:
+            self._ahead.later(place, lambda: maker.rewarded(rows, at, version, trainer.state))
+            return
+        if version != self._published:
+            maker.met(self._ahead.settle)
+            began = time.monotonic()
+            maker.met(lambda: maker.publish(version))
+            self._published, self._publishing = version, time.monotonic() - began
+        self._beside = beside = self._beside or BesideTraining(maker)
+        state = copy.copy(trainer.state)
+        self._ahead.ask(place, lambda: beside.write(rows, at, version), lambda made: beside.reward(made, state))
 
     def own_rows(self, batch: RaggedBatch) -> int:
         each = self.trainer.learning.completions
@@ -61,20 +128,9 @@ class WrittenBatches(RowBatches):
     def _sharing(self) -> bool:
         return getattr(self.trainer.training_run.own_collator, "sharing", True)
 
-    def _made(self, rows: Sequence[Mapping[str, Any]], group: int) -> Made:
-        """Completions of rows, written by the policy as it is, and logged."""
-        trainer = self.trainer
-        place, step = trainer.row_order.place, trainer.state.global_step
-        first = trainer.args.data_rank * len(rows)
-        if self._evaluating is None:
-            at = (0, place[0], place[1] // trainer.windows.repeats, first)
-        else:
-            at = (1, step, self._eval_rows + first)
-        left = self._eval_completions - self._eval_rows
-        trainer.maker.reported = left if self._evaluating is not None and left > 0 else None
-        made = trainer.maker.make(rows, at, group=group, version=step, state=trainer.state)
+    def _logged(self, made: Made) -> Made:
         self._log(made)
-        trainer.completions_log.take_in(made, trainer.rewards.names)
+        self.trainer.completions_log.take_in(made, self.trainer.rewards.names)
         return made
 
     def _log(self, made: Made) -> None:
@@ -101,18 +157,29 @@ class WrittenBatches(RowBatches):
     @contextlib.contextmanager
     def evaluating(self, loader: DataLoader) -> Iterator[None]:
         """On completions that are written for it."""
+        if self.trainer.windows.ahead:
+            self.trainer.maker.met(self._ahead.settle)  # whoever writes is about to get other weights
+            self._published = None
         self._evaluating, self._eval_rows, self._evaluated = Totals(), 0, []
         self._eval_completions = _completions_of(loader)
         self.trainer.maker.evaluates = True
         try:
             yield
         finally:
-            self._evaluating, self.trainer.maker.evaluates = None, False
+            self._evaluating, self.trainer.maker.evaluates, self.trainer.maker.reported = None, False, None
+
+    def end(self) -> None:
+        self._ahead.end()
+        self._published = None
 
     def written(self, rows: Sequence[Mapping[str, Any]]) -> RaggedBatch:
         """The completions of rows to evaluate on, rewarded."""
-        trainer, args = self.trainer, self.trainer.options
-        made = self._made(rows, args.generations_eval)
+        trainer, args, step = self.trainer, self.trainer.options, self.trainer.state.global_step
+        at = (1, step, self._eval_rows + trainer.args.data_rank * len(rows))
+        left = self._eval_completions - self._eval_rows
+        trainer.maker.reported = left if self._evaluating is not None and left > 0 else None
+        group = args.generations_eval
+        made = self._logged(trainer.maker.make(rows, at, group=group, version=step, state=trainer.state))
         self._eval_rows += len(rows) * args.data_ranks
         chosen = range(len(made.rollout) // trainer.learning.completions)
         batch = trainer.learning.batch(made.rollout, chosen, sharing=self._sharing)
@@ -129,20 +196,38 @@ class WrittenBatches(RowBatches):
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Writes the window that this rank is in the middle of."""
+        """Writes the window that this rank is in the middle of, and waits for those that were asked for."""
         place = self.trainer.row_order.place
         if self._window is not None and place[1] % self.trainer.windows.repeats:
             folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
             self._window.rollout.save(self._file(folder), place=list(place))
+        for at, made in self._ahead.kept().items():
+            if isinstance(made, Made):
+                folder.mkdir(parents=True, exist_ok=True)
+                made.save(self._file(folder, at), place=at, texts=self.trainer.options.log_completions)
+            else:
+                logger.warning(
+                    f"a window that was asked for is not in the checkpoint, and is to be written anew: {made}"
+                )
 
     def load(self, folder: Path) -> None:
-        """Reads the window, which the first batch needs before random states are put back."""
+        """Reads the windows, which the first batch needs before random states are put back."""
+        reader = self.trainer.training_run.reader
         if self._file(folder).exists():
-            rollout, _ = Rollout.load(self._file(folder), self.trainer.training_run.reader)
+            rollout, _ = Rollout.load(self._file(folder), reader)
             self._window = Made(rollout)
+        if not self.trainer.windows.ahead:
+            return
+        found = [Made.load(each, reader) for each in folder.glob(self._file(folder, ("*", "*")).name)]
+        everywhere = set.intersection(*map(set, objects_of_all_ranks([at for _, at in found])))
+        for made, at in found:
+            if at in everywhere:
+                self._ahead.put(at, made)
 
-    def _file(self, folder: Path) -> Path:
-        return folder / ROLLOUT.format(rank=self.trainer.args.process_index)
+    def _file(self, folder: Path, asked: Sequence[Any] = ()) -> Path:
+        """Of the window that this rank is in the middle of, or of one that was asked for."""
+        rank = "_".join(map(str, (self.trainer.args.process_index, *asked)))
+        return folder / ROLLOUT.format(rank=rank)
 
 
 def _completions_of(loader: DataLoader) -> int:

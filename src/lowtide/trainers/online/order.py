@@ -6,6 +6,7 @@ The order is that of TRL's `RepeatSampler`, seed by seed.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import islice
@@ -29,6 +30,8 @@ class Windows:
     """Of each prompt."""
     repeats: int = 1
     """Micro-batches that come of a window: each takes the window's rows once more."""
+    ahead: int = 0
+    """Windows that are asked for before they are learned from."""
 
 
 @dataclass(eq=False)
@@ -82,6 +85,32 @@ class PromptStream(IterableDataset):
             for _ in range(self.windows.repeats):
                 for row in window:
                     yield from [row] * self.windows.completions
+
+
+class RowsAhead:
+    """The batches of rows of a pass, of which some are looked at before they are taken."""
+
+    def __init__(self) -> None:
+        self._read: Iterator[Any] | None = None
+        self._later: deque[Any] = deque()
+
+    def begin(self, read: Iterator[Any]) -> None:
+        """From here on batches are of this pass; what was read of it before is still to be taken."""
+        if read is not self._read:
+            self._read, self._later = read, deque()
+
+    def take(self) -> Any:
+        """The next batch; None after the last."""
+        found = self.later(1)
+        if self._later:
+            self._later.popleft()
+        return found
+
+    def later(self, number: int) -> Any:
+        """The batch so many places later than the last that was taken; None where there is none."""
+        assert self._read is not None
+        self._later.extend(islice(self._read, max(number - len(self._later), 0)))
+        return self._later[number - 1] if number <= len(self._later) else None
 
 
 class PromptOrder(RowOrder):

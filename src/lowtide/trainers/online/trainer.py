@@ -115,6 +115,8 @@ class OnlineTrainer(ReferenceTrainer):
     @rollout_func.setter
     def rollout_func(self, function: Any) -> None:
         self.maker.rollout_func = function
+        if self.windows.ahead:
+            self.maker.check_ahead()
 
     @property
     def reward_funcs(self) -> list[Any]:
@@ -185,6 +187,9 @@ class OnlineTrainer(ReferenceTrainer):
         )
         if self.training_run.shows_images:
             maker.check_images()
+        if self.windows.ahead:
+            maker.check_ahead()
+            text += "; windows are written while the policy is trained on earlier ones"
         return maker, text
 
     def _reward_by_environments(self) -> None:
@@ -201,7 +206,8 @@ class OnlineTrainer(ReferenceTrainer):
         """What is written at a time in training."""
         args = self.options
         count = args.num_generations
-        return Windows(args.written_at_a_time // count, count, args.steps_of_generation * args.num_iterations)
+        repeats, ahead = args.steps_of_generation * args.num_iterations, getattr(args, "windows_ahead", 0)
+        return Windows(args.written_at_a_time // count, count, repeats, ahead)
 
     def kept_columns(self) -> list[str]:
         return ["prompt", "prompt_ids", "image", "images"]

@@ -4,7 +4,7 @@ lowtide's own generator writes with a model on the meta device, which has shapes
 kernels as on an H100: 8 prompts of 200 tokens, 8 completions of each, bfloat16, at temperature 1. Three layers are
 run, and the one in the middle stands for all others. Counted are the kernels of a token of all completions
 (operations that are neither views nor only take memory), those of a layer, and how often the host reads the device or
-copies memory to it: medians of the tokens 2 to 24. `capturable` says whether a CUDA graph could replay a step, as two
+copies memory to it: medians of the tokens 2 to 12. `capturable` says whether a CUDA graph could replay a step, as two
 neighbouring ones are alike; if not, `reason` says why.
 """
 
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 SUMMARY = "Count what a decode step asks of a GPU: kernels, and how often the host waits for it."
-PROMPTS, COUNT, PROMPT_TOKENS, TOKENS = 8, 8, 200, 24
+PROMPTS, COUNT, PROMPT_TOKENS, TOKENS = 8, 8, 200, 12
 TRACED_LAYERS = 3
-PAIR = 8
+PAIR = 4
 """The first of the steps that are compared."""
 RANK = 16
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -33,7 +33,13 @@ class Case(NamedTuple):
     adapters: bool = False
 
 
-CASES = {"qwen-1.5b": Case("Qwen/Qwen2.5-1.5B"), "llama-8b-lora": Case("meta-llama/Llama-3.1-8B", adapters=True)}
+QWEN, LLAMA = "Qwen/Qwen2.5-1.5B", "meta-llama/Llama-3.1-8B"
+CASES = {
+    "qwen-1.5b": Case(QWEN),
+    "qwen-1.5b-lora": Case(QWEN, adapters=True),
+    "llama-8b": Case(LLAMA),
+    "llama-8b-lora": Case(LLAMA, adapters=True),
+}
 
 
 def decode_step(name: str, **sampling: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from lowtide.ragged import sent
 from lowtide.rollout.generators.cache import FEWEST, KeyStore, Line
 from lowtide.rollout.generators.generator import Completion, Sampling
 from lowtide.rollout.generators.plans import NextPlan
+from lowtide.rollout.generators.replays import Replays
 from lowtide.rollout.generators.sampling import Drawn, Streams, draw_tokens
 
 
@@ -36,6 +38,8 @@ class Pace:
     until_half: bool = False
     """Completions that have ended leave when half of all have, so that shapes and addresses stay until then; and each
     completion attends to all places that there are for its keys."""
+    graphs: bool = False
+    """Whether steps are replayed as CUDA graphs, where they may be recorded. Off by default: no GPU has run this."""
 
 
 AT_ONCE = Pace()
@@ -140,6 +144,7 @@ class Decoder:
         to the look after this one then take."""
         self.replied = False
         """Whether some completion has got tokens, or lost some, that no step wrote."""
+        self.replays = Replays(store.device) if pace.graphs else None
         self._made_at = -1
         self._numbers = self._out = torch.empty(0)
         self._used: Tensor | None = None
@@ -155,12 +160,18 @@ class Decoder:
         steps = min(self.pace.steps, left)
         self.store.extend(steps, as_reserved=self.pace.until_half)
         self._begin(rows)
-        for _ in range(steps):
-            self.step(whole)
+        self._make(steps, whole)
         now = _State(*self._numbers)
         missing, going_on = torch.stack([steps - now.count, now.goes_on]).tolist()
         self.unsettled = any(open and lacking for open, lacking in zip(going_on, missing, strict=True))
         return written(self._out[..., :steps], [steps - lacking for lacking in missing])
+
+    def _make(self, steps: int, whole: bool) -> None:
+        if self.replays is not None:
+            self.replays.make(partial(self.step, whole), steps, changes=self.store.changes, whole=whole)
+            return
+        for _ in range(steps):
+            self.step(whole)
 
     def draw(self, logits: Tensor, streams: Streams, *, look: bool, whole: bool = False) -> Tensor:
         """[3, rows] or [4, rows]: tokens, log-probabilities, plain ones, and which are settled if the host may not

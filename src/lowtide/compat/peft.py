@@ -129,6 +129,41 @@ def plain_lora(module: Any) -> PlainLora | str | None:
     return PlainLora(first.weight, second.weight, module.scaling[name], module.lora_dropout[name])
 
 
+class StackLora(NamedTuple):
+    """The adapter of a stack of matrices [experts, rows, columns], which adds `left @ right` to it."""
+
+    left: Tensor
+    """[experts, rows, rank]; the scale is in it."""
+    right: Tensor
+    """[experts, rank, columns]."""
+
+
+def adapted_stacks(model: nn.Module) -> list[Any]:
+    """The layers that have adapters of stacks of experts' weights (`target_parameters`): of those around one module,
+    each inside the next, the outermost."""
+    layers = [module for module in model.modules() if hasattr(module, "parameter_name")]
+    inner = [module.base_layer for module in layers]
+    return [module for module in layers if not any(module is each for each in inner)]
+
+
+def stack_loras(layer: Any) -> dict[str, StackLora] | None:
+    """By the name of the parameter, the adapters that are on in a layer of `adapted_stacks` and in those inside of it;
+    None where one is merged, or has more to it than two factors."""
+    found: dict[str, StackLora] = {}
+    while hasattr(layer, "parameter_name"):
+        names = [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+        if layer.merged or len(names) > 1 or layer.num_experts == 1:
+            return None
+        for name in names:
+            first, second = layer.lora_A[name].weight, layer.lora_B[name].weight
+            first = first.reshape(layer.num_experts, -1, first.shape[1])
+            second = second.reshape(second.shape[0], -1, layer.num_experts).permute(2, 0, 1) * layer.scaling[name]
+            swapped = getattr(layer, "_did_swap_in_out_features", False)  # the stack is [experts, out, in]
+            found[layer.parameter_name] = StackLora(*((second, first) if swapped else (first.mT, second.mT)))
+        layer = layer.base_layer
+    return found
+
+
 @contextlib.contextmanager
 def caches_kept(tuner: Any) -> Iterator[None]:
     """A layer's small cache is afterwards as it was: a merge that is only looked at leaves nothing in it (DoRA's

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import HfArgumentParser, masking_utils
+from transformers.integrations import moe
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -517,7 +518,11 @@ def rebound_forward(
     Returns:
         None where the forward calls none of them.
     """
-    own = inspect.unwrap(kind.forward)
+    return _rebound(inspect.unwrap(kind.forward), functions)
+
+
+def _rebound(own: Any, functions: tuple[tuple[str, Callable[..., Any]], ...]) -> Callable[..., Any] | None:
+    """The same code, for which some of the functions that it calls by their names are others; None without any."""
     called = {name: function for name, function in functions if name in own.__code__.co_names}
     if not called:
         return None
@@ -526,3 +531,47 @@ def rebound_forward(
     )
     rebound.__kwdefaults__ = own.__kwdefaults__
     return rebound
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+GROUPED = "grouped_mm"
+"""The implementation of experts that takes their products in groups of tokens, and the name of its function."""
+
+
+def run_in_groups(experts: Any) -> bool:
+    """Whether a module is the experts of a mixture whose stacks of weights are multiplied by groups of tokens."""
+    return hasattr(experts, "is_transposed") and experts_implementation(experts.config) == GROUPED
+
+
+def experts_implementation(config: Any) -> str | None:
+    """The name of the function that computes a model's experts; the public reader is a method of models."""
+    return getattr(config, "_experts_implementation", None)
+
+
+def grouped_product(x: Tensor, stack: Tensor, ends: Tensor, bias: Tensor | None = None, *, transposed: bool) -> Tensor:
+    """Rows that lie in groups, each times the matrix of its group.
+
+    Args:
+        x: [rows, in], sorted by group.
+        stack: [groups, out, in], or [groups, in, out] if `transposed`.
+        ends: [groups], where the rows of each end.
+        bias: [rows, out].
+    """
+    return moe._grouped_linear(x, stack, ends, bias=bias, is_transposed=transposed)
+
+
+@functools.cache
+def grouped_experts(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of experts in groups of tokens, whose products with a stack of weights are taken by a function.
+
+    Args:
+        product: of rows, stack, ends of groups, `bias` and `is_transposed`; the stack is what the experts have under
+            the name of their weight.
+
+    Returns:
+        A function of the experts, [tokens, hidden], and [tokens, chosen] each for indices and weights of experts.
+    """
+    found = _rebound(moe.grouped_mm_experts_forward, (("_grouped_linear", product),))
+    assert found is not None
+    return found

@@ -76,7 +76,30 @@ def test_experts_that_all_linear_leaves_frozen_are_named(kind, parameters, left,
     with caplog.at_level(logging.WARNING):
         adapt(tiny_causal(kind), given, gradient_checkpointing=False)
     found = [each.getMessage() for each in caplog.records if "routed experts frozen" in each.getMessage()]
-    assert [text.partition("set target_parameters=")[2] for text in found] == [str(left)] * bool(left)
+    named = [text.partition("set target_parameters=")[2].partition(" or")[0] for text in found]
+    assert named == [str(left)] * bool(left)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe", "llama"])
+def test_all_linear_layers_and_experts_in_one_name(kind, caplog):
+    given = LoraConfig(r=2, target_modules="all-linear-experts")
+    with caplog.at_level(logging.WARNING):
+        model = adapt(tiny_causal(kind), given, gradient_checkpointing=False)
+    assert ("has no routed experts" in caplog.text) is (kind == "llama")
+    assert "routed experts frozen" not in caplog.text
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    layers = model.config.num_hidden_layers
+    assert sum(".experts." in name for name in trained) == (0 if kind == "llama" else 2 * 2 * layers)
+    assert any("q_proj" in name for name in trained)
+    if kind == "gpt_oss":  # as others read it
+        assert model.peft_config["default"].target_parameters == ["experts.down_proj", "experts.gate_up_proj"]
+    assert given.target_modules == "all-linear-experts"  # it is the caller's
+
+
+def test_adapters_of_experts_have_no_dropout():
+    given = LoraConfig(r=2, target_modules="all-linear-experts", lora_dropout=0.1)
+    with pytest.raises(ValueError, match=r"set lora_dropout=0 \(it is 0\.1\)"):
+        adapt(tiny_causal("gpt_oss"), given, gradient_checkpointing=False)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import lowtide
 from lowtide.methods import METHODS
@@ -92,6 +93,26 @@ def test_what_ranks_share_has_the_adapters_too(tmp_path):
         real = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, **LINEAR))
     assert byte_sum(layout.trained) == sum(p.numel() * 4 for p in real.parameters() if p.requires_grad)
     assert byte_sum(layout.parameters) == sum(p.numel() * 4 for p in real.parameters())
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_make_no_second_stack_of_weights(tmp_path):
+    described = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        moe_intermediate_size=64,
+        num_experts=16,
+        num_experts_per_tok=2,
+    )
+    stack = 16 * (2 * 64) * described.hidden_size * 4
+    with mock.patch.dict(globals(), DESCRIBED=described):
+        run = fake_run(tmp_path, {"target_modules": "all-linear-experts"}, per_device_train_batch_size=4)
+    events = list(run_of(run.traced(device_named("cpu")).events, rehearsal=False))
+    sizes = [block.size for block, *_ in events if block is not None and block.category != "weights"]
+    assert max(block.size for block, *_ in events if block is not None) == stack
+    assert max(sizes) < stack / 2
 
 
 def test_adapters_without_a_place_in_the_model_are_refused(tmp_path):

@@ -24,7 +24,9 @@ class AdapterOptions:
     lora_alpha: int = option(32, "Scale of the adapter: its output is multiplied by alpha / r.", COUNT)
     lora_dropout: float = option(0.05, "Dropout before the adapter.", Range(least=0, below=1))
     lora_target_modules: str | list[str] | None = option(
-        None, "Names of the layers to adapt, or 'all-linear'. None: PEFT's choice, or all if it has none."
+        None,
+        "Names of the layers to adapt, 'all-linear', or 'all-linear-experts' for routed experts' weights too. "
+        "None: PEFT's choice, or all if it has none.",
     )
     lora_target_parameters: list[str] | None = option(None, "Names of single parameters to adapt, such as experts'.")
     lora_modules_to_save: list[str] | None = option(None, "Layers to train whole beside the adapter.")

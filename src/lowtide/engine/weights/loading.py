@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoProcessor,
@@ -184,7 +184,7 @@ def adapt(
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
-    peft_config = _with_targets(peft_config, base)
+    peft_config = _with_targets(_with_experts(peft_config, base), base)
     if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
         base.enable_input_require_grads()
     _warn_of_unmatched(peft_config, base)
@@ -245,6 +245,41 @@ def _warn_of_values(peft_config: Any, model: PreTrainedModel) -> None:
             logger.warning(text)
 
 
+WITH_EXPERTS = "all-linear-experts"
+"""What `target_modules` may be beside what PEFT knows: all linear layers, and the stacks of routed experts' weights."""
+
+
+def _with_experts(peft_config: Any, model: nn.Module) -> Any:
+    """The configuration in PEFT's words, where it asks for routed experts too."""
+    if getattr(peft_config, "target_modules", None) != WITH_EXPERTS:
+        return peft_config
+    ends = sorted({_end_of(name) for name in _stacks(dict(model.named_parameters()))})
+    if not ends:
+        logger.warning(
+            f"{in_python('', 'lora_')}target_modules={WITH_EXPERTS!r}: {type(model).__name__} has no routed experts "
+            "whose weights are stacks, so that it is 'all-linear'"
+        )
+    elif getattr(peft_config, "lora_dropout", 0):
+        raise ValueError(
+            f"{in_python('', 'lora_')}target_modules={WITH_EXPERTS!r} adapts stacks of experts' weights, which PEFT "
+            f"does without dropout alone: set lora_dropout=0 (it is {peft_config.lora_dropout})"
+        )
+    peft_config = copy.copy(peft_config)
+    peft_config.target_modules = "all-linear"
+    peft_config.target_parameters = [*(peft_config.target_parameters or ()), *ends] or None
+    return peft_config
+
+
+def _stacks(weights: Mapping[str, Tensor]) -> list[str]:
+    """The names of weights that are those of all experts of a layer."""
+    return [name for name, p in weights.items() if p.dim() == 3 and ".experts." in name]
+
+
+def _end_of(name: str) -> str:
+    """The end of a stack's name, which the other layers' have too."""
+    return f"experts.{name.rpartition('.experts.')[2]}"
+
+
 def _tell_of_frozen_experts(adapted: nn.Module) -> None:
     """Says which experts "all-linear" leaves out: their weights are stacked in a parameter, which is no linear layer.
     PEFT finds those of some model types all the same."""
@@ -254,14 +289,14 @@ def _tell_of_frozen_experts(adapted: nn.Module) -> None:
         if hasattr(module, "parameter_name")
     }
     weights = {name.replace(".base_layer", ""): p for name, p in adapted.named_parameters() if not p.requires_grad}
-    stacks = [name for name, p in weights.items() if p.dim() == 3 and ".experts." in name]
-    left = [name for name in stacks if name not in with_adapters and ".original_module." not in name]
+    left = [name for name in _stacks(weights) if name not in with_adapters and ".original_module." not in name]
     if left:
-        ends = sorted({f"experts.{name.rpartition('.experts.')[2]}" for name in left})
+        ends = sorted({_end_of(name) for name in left})
         share = sum(weights[name].numel() for name in left) / sum(p.numel() for p in weights.values())
         logger.warning(
             f"target_modules='all-linear' leaves routed experts frozen, {share:.0%} of the weights: {', '.join(ends)} "
-            f"are stacks and no linear layers. To train them too, set {in_python('', 'lora_')}target_parameters={ends}"
+            f"are stacks and no linear layers. To train them too, set {in_python('', 'lora_')}target_parameters={ends} "
+            f"or {in_python('', 'lora_')}target_modules={WITH_EXPERTS!r}"
         )
 
 

@@ -1,0 +1,173 @@
+"""Adapters of experts beside their weights, against PEFT's, which adds them to the whole stack."""
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowtide.engine import forward
+from lowtide.engine.adapters import adapters_off
+from lowtide.engine.forward import install
+from lowtide.engine.layers.expert_adapters import install_expert_adapters
+from tests.support.models.causal_families import tiny_causal
+from tests.support.models.tiny_models import assert_close, checkpointed, gradients, loss_of, shared
+
+STACKS = {
+    "qwen3_moe": ["experts.gate_up_proj", "experts.down_proj"],
+    "gpt_oss": ["experts.gate_up_proj", "experts.down_proj"],  # [experts, in, out], biases, gates between
+    "nemotron_h": ["experts.up_proj", "experts.down_proj"],  # no gates
+}
+
+
+def adapted(kind: str, rank: int = 3, dtype: torch.dtype = torch.float32, stacks: list[str] | None = None) -> Any:
+    """With adapters of experts that are not 0."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=rank, target_modules=["q_proj"], target_parameters=stacks or STACKS[kind])
+    base: Any = tiny_causal(kind)
+    model = get_peft_model(base.to(dtype), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, 0, 0.3)
+    return model
+
+
+def outermost(model: nn.Module) -> Any:
+    return next(module for module in model.modules() if hasattr(module, "parameter_name"))
+
+
+def given(model: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one layer's experts: tokens, and indices and weights of the two experts that see each."""
+    generator = torch.Generator().manual_seed(1)
+    experts: Any = outermost(model).get_base_layer()
+    stack = experts.down_proj
+    x = torch.randn(21, stack.shape[2 if experts.is_transposed else 1], generator=generator).to(stack.dtype)
+    chance = torch.rand(21, len(stack), generator=generator)
+    chance[:, 1] = 0  # an expert that no token sees
+    weights, chosen = chance.topk(2)
+    return x, chosen, weights.to(x.dtype)
+
+
+@torch.no_grad()
+def run_without_gradients(model: Any) -> torch.Tensor:
+    return outermost(model)(*given(model))
+
+
+def run(model: Any) -> dict[str, torch.Tensor]:
+    """The output of one layer's experts, and the gradients of their input and adapters."""
+    layer, (x, chosen, weights) = outermost(model), given(model)
+    model.zero_grad()
+    out = layer(x.requires_grad_(), chosen, weights)
+    out.float().square().sum().backward()
+    assert x.grad is not None
+    found = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return {**found, "x": x.grad, "out": out.detach()}
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+@pytest.mark.parametrize("kind", STACKS)
+def test_outputs_and_gradients_are_pefts(kind, rank):
+    theirs = adapted(kind, rank)
+    ours = copy.deepcopy(theirs)
+    install_expert_adapters(ours)
+    found = run(ours)
+    assert len(found) == 2 + 2 * 2
+    assert_close(found, run(theirs), 2e-6)
+
+
+@pytest.mark.parametrize("stack", STACKS["gpt_oss"])
+def test_one_of_the_weights_may_be_adapted_alone(stack):
+    theirs = adapted("gpt_oss", stacks=[stack])
+    ours = copy.deepcopy(theirs)
+    install_expert_adapters(ours)
+    assert_close(run(ours), run(theirs), 2e-6)
+
+
+def test_in_bfloat16_it_is_nearer_to_float32_than_the_rounded_sum_of_weights():
+    exact, theirs = adapted("qwen3_moe"), adapted("qwen3_moe", dtype=torch.bfloat16)
+    for parameter, rounded in zip(exact.parameters(), theirs.parameters(), strict=True):
+        parameter.data = rounded.data.float()
+    ours = copy.deepcopy(theirs)
+    install_expert_adapters(ours)
+    wanted = run_without_gradients(exact)
+    far = {
+        kind: float((run_without_gradients(model) - wanted).norm())
+        for kind, model in (("ours", ours), ("theirs", theirs))
+    }
+    assert far["ours"] <= 1.1 * far["theirs"]
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a result that is not one of its arguments' memory."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
+                self.numbers = max(self.numbers, each.numel())
+        return out
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_nothing_of_the_size_of_the_weights_is_made(kind):
+    model = adapted(kind, rank=1)
+    experts: Any = outermost(model).get_base_layer()
+    least = 21 * 2 * max(experts.gate_up_proj.shape[1:])  # the tokens' own
+    for name in ("gate_up_proj", "down_proj"):
+        stack = getattr(experts, name)
+        setattr(experts, name, nn.Parameter(stack.detach().clone(), requires_grad=False))
+    with Largest() as largest:
+        run(model)
+    assert largest.numbers >= experts.gate_up_proj.numel()
+    install_expert_adapters(model)
+    with Largest() as largest:
+        run(model)
+    assert largest.numbers <= least
+
+
+@pytest.mark.parametrize("policy", ["full", "matmul"])
+def test_a_whole_model_has_the_loss_and_gradients_of_pefts(policy):
+    """Beside shared prefixes, and computed again in backward."""
+    theirs = adapted("qwen3_moe")
+    ours = copy.deepcopy(theirs)
+    with mock.patch.object(forward, "install_expert_adapters"):
+        install(theirs)
+    install(ours)
+    wanted_loss = loss_of(theirs, shared())
+    loss = loss_of(checkpointed(ours, policy), shared())
+    wanted_loss.backward()
+    loss.backward()
+    torch.testing.assert_close(loss, wanted_loss, rtol=1e-5, atol=0)
+    wanted = gradients(theirs)
+    assert any("experts" in name for name in wanted)
+    assert_close(gradients(ours), wanted, 1e-5)
+
+
+def test_pefts_own_way_is_left_where_it_is_needed():
+    """Adapters that are off or merged, several at once, and experts that are computed one by one."""
+    model = adapted("qwen3_moe")
+    install_expert_adapters(model)
+    wanted = run_without_gradients(model)
+    with adapters_off(model):
+        base = run_without_gradients(model)
+    assert (base - wanted).norm() > 0.1 * wanted.norm()
+    config = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=STACKS["qwen3_moe"])
+    model.add_adapter("other", config)  # its second factor is 0
+    model.base_model.set_adapter(["default", "other"])
+    torch.testing.assert_close(run_without_gradients(model), wanted)
+    model.base_model.set_adapter("other")
+    torch.testing.assert_close(run_without_gradients(model), base)
+    model.base_model.set_adapter("default")
+    model.get_base_model().set_experts_implementation("eager")
+    torch.testing.assert_close(run_without_gradients(model), wanted)
+    model.get_base_model().set_experts_implementation("grouped_mm")
+    model.merge_adapter()
+    torch.testing.assert_close(run_without_gradients(model), wanted)

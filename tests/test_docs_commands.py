@@ -88,6 +88,7 @@ ROWS: dict[str, Callable[[], Iterable[Any]]] = {
     **dict.fromkeys(("sft", "gkd"), _dialogues),
     "vision": _looked_at,
     **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), lambda: [row for each in QUESTIONS for row in pair_rows(each)]),
+    "tpo": lambda: [{**row, "reference": row["chosen"]} for each in QUESTIONS for row in pair_rows(each)],
     **dict.fromkeys(("kto", "bco"), lambda: [row for each in QUESTIONS for row in labelled_rows(each)]),
     **dict.fromkeys(("grpo", "gmpo", "rloo", "online-dpo", "ppo", "distillation"), _prompts),
     **dict.fromkeys(("masked-lm", "replaced-token-detection", "pretrain"), lambda: masked_texts.texts(64)),

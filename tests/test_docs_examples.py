@@ -33,6 +33,7 @@ TRAINERS = (
     "reward",
     "orpo",
     "cpo",
+    "tpo",
     "bco",
     "grpo",
     "gmpo",

@@ -69,6 +69,8 @@ NAMES = [
     "SequenceClassificationConfig",
     "SequenceClassificationTrainer",
     "SyncRefModelCallback",
+    "TPOConfig",
+    "TPOTrainer",
     "TokenClassificationConfig",
     "TokenClassificationTrainer",
     "TrlParser",

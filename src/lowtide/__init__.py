@@ -107,6 +107,8 @@ if TYPE_CHECKING:
         SFTTrainer,
         TokenClassificationConfig,
         TokenClassificationTrainer,
+        TPOConfig,
+        TPOTrainer,
     )
 
 __version__ = "0.1.0"
@@ -169,6 +171,8 @@ __all__ = [
     "SequenceClassificationConfig",
     "SequenceClassificationTrainer",
     "SyncRefModelCallback",
+    "TPOConfig",
+    "TPOTrainer",
     "TokenClassificationConfig",
     "TokenClassificationTrainer",
     "TrlParser",

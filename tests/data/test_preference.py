@@ -76,6 +76,59 @@ def test_whole_pairs_share_what_both_sides_begin_with(tokenizer):
         prepared(rows, tokenizer, whole=True, max_prompt_length=3)
 
 
+ASKED, GOLD = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "72 clips."}
+
+
+def triple(prompt, *answers):
+    return {"prompt": prompt, **dict(zip(("chosen", "rejected", "reference"), answers, strict=True))}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        triple("How many?", " 72", " 7", " seventy-two"),
+        {name: f"How many? {name}" for name in ("chosen", "rejected", "reference")},
+        triple([ASKED], [GOLD], [GOLD | {"content": "7"}], [GOLD | {"content": "seventy-two"}]),
+        {name: [ASKED, GOLD | {"content": name}] for name in ("chosen", "rejected", "reference")},
+        {"instruction": "How many?", "chosen": "72", "rejected": "7", "reference": "seventy-two"},
+        {"conversations": [ASKED], "chosen": GOLD, "rejected": GOLD | {"content": "7"}, "reference": GOLD},
+        {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7], "reference_ids": [8, 9]},
+    ],
+    ids=["texts", "implicit texts", "conversations", "implicit conversations", "Alpaca", "ShareGPT", "ids"],
+)
+def test_a_third_side_is_read_as_the_chosen_one(row, tokenizer):
+    """In every form of a pair: it has the tokens that it has in the place of the chosen one."""
+    sides = ("chosen", "rejected", "reference")
+    three, ledger = prepare_pairs(Dataset.from_list([row]), tokenizer, PreferenceOptions(sides=sides), batch_size=2)
+    assert three.column_names == [*IDS, "reference_ids"]
+    names = {"chosen": "reference", "reference": "chosen"}
+    names |= {f"{name}_ids": f"{other}_ids" for name, other in names.items()}
+    other = Dataset.from_list([{names.get(name, name): value for name, value in row.items()}])
+    other, _ = prepare_pairs(other, tokenizer, PreferenceOptions(sides=sides), batch_size=2)
+    assert three[0]["reference_ids"] == other[0]["chosen_ids"]
+    assert ledger.scored_tokens == sum(len(three[0][f"{side}_ids"]) for side in sides)
+    two, _ = prepared(Dataset.from_list([row]), tokenizer)
+    assert two[0] == {name: three[0][name] for name in IDS}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a ", "chosen": "b", "rejected": "c"}, "pairs need 'chosen', 'rejected' and 'reference'"),
+        (triple("a ", "b", "c", None), "'reference' is null; it must be a string"),
+        (triple("a ", "b", "c", [GOLD]), "'prompt' is a str and 'reference' is a list"),
+        (
+            {"chosen": "a b", "rejected": "a c", "reference": "x"},
+            "'reference' begin with no prompt in common",
+        ),
+    ],
+)
+def test_a_third_side_that_cannot_be_read_is_named(row, message, tokenizer):
+    sides = ("chosen", "rejected", "reference")
+    with pytest.raises(ValueError, match=message):
+        prepare_pairs(Dataset.from_list([row]), tokenizer, PreferenceOptions(sides=sides), batch_size=2)
+
+
 def test_margins_come_along(tokenizer):
     rows = Dataset.from_list(
         [{"prompt": "a ", "chosen": "b", "rejected": "c", "margin": margin} for margin in (0.5, 2.0)]

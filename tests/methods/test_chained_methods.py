@@ -27,6 +27,8 @@ from lowtide.methods.orpo import METHOD as ORPO
 from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
+from lowtide.methods.tpo import METHOD as TPO
+from lowtide.methods.tpo import TPOOptions
 from lowtide.ragged import RaggedBatch
 from lowtide.score_rules import LastToken
 from lowtide.step.evaluate import evaluate_batch
@@ -50,6 +52,7 @@ PAIRS: dict[str, Callable[[], Any]] = {
     "together": lambda: DPO.objective(DPOOptions(loss_type=["sigmoid", "sft"], loss_weights=[1, 0.5])),
     "cpo": lambda: CPO.objective(CPOOptions()),
     "orpo": lambda: ORPO.objective(ORPOOptions()),
+    "tpo": lambda: TPO.objective(TPOOptions(beta=0.3)),
 }
 UNPAIRED: dict[str, Callable[[], Any]] = {
     "kto": lambda: KTO.objective(KTOOptions(beta=0.3)),
@@ -65,12 +68,13 @@ def rows() -> list[dict]:
 
     return [
         {"prompt_ids": tokens(p), "chosen_ids": tokens(c), "rejected_ids": tokens(r), "margin": 0.5, "label": c > 4}
+        | {"reference_ids": [*range(c + 3)]}
         for p, c, r in LENGTHS
     ]
 
 
-def pairs(sharing: bool, **more: Any) -> RaggedBatch:
-    return CompletionCollator(("chosen_ids", "rejected_ids"), sharing=sharing, **more)(rows())
+def pairs(sharing: bool, *further: str, **more: Any) -> RaggedBatch:
+    return CompletionCollator(("chosen_ids", "rejected_ids", *further), sharing=sharing, **more)(rows())
 
 
 def unpaired(sharing: bool, kl: bool) -> RaggedBatch:
@@ -105,7 +109,8 @@ def compare(policy, reference, batch: RaggedBatch, make: Callable[[], Any]) -> N
 @pytest.mark.parametrize("sharing", [True, False])
 @pytest.mark.parametrize("name", slow_but(["dpo", "aot", "together"], PAIRS))
 def test_pairs(name, sharing):
-    compare(*policy_and_reference(), pairs(sharing), PAIRS[name])
+    batch = pairs(sharing, *["reference_ids"] * (name == "tpo"))
+    compare(*policy_and_reference(), batch, PAIRS[name])
 
 
 @pytest.mark.parametrize("sharing", [True, False])

@@ -24,6 +24,7 @@ from lowtide.methods import (
     reward,
     sequence_classification,
     token_classification,
+    tpo,
 )
 from lowtide.methods.online import grpo, online_dpo, ppo, rloo
 from lowtide.methods.shared.preference import ReadPairs
@@ -155,6 +156,28 @@ def test_cpo(name, alpha, cut):
     expected = losses[name].mean() + 0.7 * pairs.nll.sum() / 31
     metrics = {**of_pairs(used, 0.4 * chosen, 0.4 * rejected), "nll_loss": pairs.nll.sum() / 31}
     loss = partial(cpo.loss, counts=COUNTS, options=options)
+    assert_sums_to(loss, [part_of(pairs, each) for each in CUTS[cut]], leaf, expected, metrics)
+
+
+@in_cuts
+@pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "tpo-l"])
+def test_tpo(name, cut):
+    options = tpo.TPOOptions(loss_type=name, beta=0.4, tpo_alpha=0.7, tpo_l_gamma=0.6)
+    pairs, leaf = read()
+    chosen, rejected = pairs.chosen, pairs.rejected
+    if name in ("ipo", "tpo-l"):
+        chosen, rejected = chosen / pairs.chosen_scored, rejected / pairs.rejected_scored
+    margin = 0.4 * (chosen - rejected)
+    losses = {
+        "sigmoid": -F.logsigmoid(margin),
+        "hinge": torch.relu(1 - margin),
+        "ipo": (chosen - rejected - 1 / 0.8) ** 2,
+        "tpo-l": -F.logsigmoid(margin - 0.6),
+    }
+    expected = losses[name].mean() + 0.7 * pairs.nll.sum() / 31
+    used = dataclasses.replace(pairs, chosen=chosen, rejected=rejected)
+    metrics = {**of_pairs(used, 0.4 * chosen, 0.4 * rejected), "nll_loss": pairs.nll.sum() / 31}
+    loss = partial(tpo.loss, counts=COUNTS, options=options)
     assert_sums_to(loss, [part_of(pairs, each) for each in CUTS[cut]], leaf, expected, metrics)
 
 

@@ -21,6 +21,8 @@ from lowtide.methods.orpo import METHOD as ORPO
 from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.reward import METHOD as REWARD
 from lowtide.methods.reward import RewardOptions
+from lowtide.methods.tpo import METHOD as TPO
+from lowtide.methods.tpo import TPOOptions
 from lowtide.objectives import preference
 from lowtide.objectives.preference import Pairs
 from lowtide.score_rules import LastToken
@@ -43,6 +45,17 @@ from tests.support.models.preference_models import (
 )
 
 DPO_LOSSES = [*preference.LOSSES, "sft"]
+
+
+THREE = ("chosen_ids", "rejected_ids", "reference_ids")
+
+
+def triples() -> list[dict]:
+    """Rows of pairs with a third completion, which one row has in common with its chosen one."""
+    made = pair_rows()
+    for number, row in enumerate(made):
+        row["reference_ids"] = row["chosen_ids"] if number == 2 else [*range(number + 1, 2 * number + 2)]
+    return made
 
 
 def dense_pairs(model, reference, made) -> tuple[Pairs, torch.Tensor, torch.Tensor]:
@@ -183,6 +196,35 @@ def test_cpo_and_simpo(name, alpha):
         loss, ours, _ = run(CPOOptions(loss_type=name, beta=0.2, cpo_alpha=0.7, alpha=alpha), CPO, limits, True)
         assert loss == pytest.approx(expected.item(), rel=1e-6)
         assert_equal(ours, gradients(plain))
+
+
+@pytest.mark.parametrize("limits", CUTS, ids=str)
+def test_tpo_learns_the_likelihood_of_the_third_completion_alone(limits):
+    plain = dense(policy_and_reference()[0])
+    sums, gold = [], []
+    for row in triples():
+        each = [dense_logprobs(plain, row["prompt_ids"], row[name])[len(row["prompt_ids"]) - 1 :] for name in THREE]
+        sums.append(each[0].sum() - each[1].sum())
+        gold.append(each[2])
+    expected = -F.logsigmoid(0.2 * torch.stack(sums)).mean() - 0.7 * torch.cat(gold).mean()
+    expected.backward()
+    for sharing in (True, False):
+        batch = CompletionCollator(THREE, sharing=sharing)(triples())
+        policy, totals = copy.deepcopy(policy_and_reference()[0]), Totals()
+        objective = TPO.objective(TPOOptions(beta=0.2, tpo_alpha=0.7))
+        loss = train_step(Models(policy), batch, objective, limits=limits, totals=totals)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert_equal(gradients(policy), gradients(plain))
+        assert totals.read(torch.device("cpu"))["nll_loss"] == pytest.approx(-torch.cat(gold).mean().item())
+
+
+def test_tpo_without_the_third_completion_is_cpo_without_a_likelihood():
+    assert TPO.rows.columns(TPOOptions()) == THREE
+    assert TPO.rows.columns(TPOOptions(tpo_alpha=0.0)) == THREE[:2]
+    loss, ours, _ = run(TPOOptions(tpo_alpha=0.0, beta=0.2), TPO, Limits(rows=3), True)
+    expected, theirs, _ = run(CPOOptions(cpo_alpha=0.0, beta=0.2), CPO, Limits(rows=3), True)
+    assert loss == expected
+    assert all(torch.equal(ours[name], grad) for name, grad in theirs.items())
 
 
 @pytest.mark.parametrize("margin", [False, True])

@@ -108,17 +108,19 @@ def test_an_alpha_of_one_is_the_limit():
 # -- pairs without one ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", reference_free.LOSSES)
+@pytest.mark.parametrize("name", [*reference_free.LOSSES, "tpo-l"])
 def test_losses_of_contrasts(name):
     contrast = numbers(PAIRS, 3)
-    settings: Any = SimpleNamespace(beta=BETA, label_smoothing=SMOOTHING, simpo_gamma=0.5)
+    settings: Any = SimpleNamespace(beta=BETA, label_smoothing=SMOOTHING, simpo_gamma=0.5, tpo_l_gamma=0.7)
     expected = {
         "sigmoid": smoothed(BETA * contrast, SMOOTHING),
         "hinge": torch.where(BETA * contrast < 1, 1 - BETA * contrast, 0.0),
         "ipo": (contrast - 1 / (2 * BETA)) ** 2,
         "simpo": smoothed(BETA * contrast - 0.5, SMOOTHING),
+        "tpo-l": smoothed(BETA * contrast - 0.7, SMOOTHING),
     }
-    assert_same(reference_free.LOSSES[name].fn(contrast, settings), expected[name], [contrast])
+    losses = reference_free.LOSSES | reference_free.TPO_LOSSES
+    assert_same(losses[name].fn(contrast, settings), expected[name], [contrast])
 
 
 def test_odds_and_rewards_of_probabilities():

@@ -37,10 +37,11 @@ trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install 
 lowtide = pytest.importorskip("lowtide")
 cpo = pytest.importorskip("trl.experimental.cpo")
 orpo = pytest.importorskip("trl.experimental.orpo")
+tpo = pytest.importorskip("trl.experimental.tpo")
 
 SETTINGS = COMMON | {"learning_rate": 3e-4}
-THEIRS = {"dpo": trl, "kto": trl, "reward": trl, "orpo": orpo, "cpo": cpo}
-NAMES = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO"}
+THEIRS = {"dpo": trl, "kto": trl, "reward": trl, "orpo": orpo, "cpo": cpo, "tpo": tpo}
+NAMES = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "orpo": "ORPO", "cpo": "CPO", "tpo": "TPO"}
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,15 @@ CASES = {
     "cpo, simpo": Case("cpo", flags={"loss_type": "simpo", "cpo_alpha": 0.0}),
     "cpo, cpo-simpo": Case("cpo", flags={"loss_type": "simpo", "cpo_alpha": 0.5, "label_smoothing": 0.1}),
     "cpo, alphapo": Case("cpo", flags={"loss_type": "simpo", "alpha": 0.1}),
+    "tpo": Case("tpo", "three"),
+    "tpo, implicit prompts": Case("tpo", "implicit three", flags={"tpo_alpha": 0.3}),
+    "tpo, hinge": Case("tpo", "three", flags={"loss_type": "hinge", "beta": 0.1}),
+    "tpo, ipo": Case("tpo", "three", flags={"loss_type": "ipo", "beta": 0.5}),
+    "tpo, tpo-l": Case("tpo", "three", flags={"loss_type": "tpo-l", "beta": 0.5, "label_smoothing": 0.1}),
+    "tpo, alpha 0": Case("tpo", "three", flags={"tpo_alpha": 0.0, "beta": 0.1}),
+    "tpo, conversations": Case("tpo", "three chat", ours=WHOLE),
+    "tpo, lora": Case("tpo", "three", lora=True, flags={"learning_rate": 3e-3}),
+    "tpo within a token budget": Case("tpo", "three", ours={"tokens_per_microbatch": 400}),
 }
 
 QUICK = ("sigmoid", "reward", "kto", "orpo", "cpo")
@@ -138,6 +148,12 @@ FORMATS = {
     "implicit": lambda q, c, r: {"chosen": q + c, "rejected": q + r},
     "explicit chat": lambda q, c, r: {"prompt": [user(q)], "chosen": [assistant(c)], "rejected": [assistant(r)]},
     "implicit chat": lambda q, c, r: {"chosen": [user(q), assistant(c)], "rejected": [user(q), assistant(r)]},
+    "three": lambda q, c, r: {"prompt": q, "chosen": c, "rejected": r, "reference": f"{c} That is all."},
+    "implicit three": lambda q, c, r: {"chosen": q + c, "rejected": q + r, "reference": f"{q}{c} That is all."},
+    "three chat": lambda q, c, r: {
+        "prompt": [user(q)],
+        **{name: [assistant(text)] for name, text in (("chosen", c), ("rejected", r), ("reference", f"So: {c}"))},
+    },
 }
 
 

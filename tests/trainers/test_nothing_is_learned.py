@@ -35,6 +35,7 @@ LEARNING = [
     ("cpo", {"beta": 0}),
     ("cpo", {"cpo_alpha": 0}),
     ("orpo", {"beta": 0}),
+    ("tpo", {"beta": 0}),
 ]
 
 

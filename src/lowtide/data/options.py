@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 from lowtide.data.batches.packing import Strategy
 from lowtide.data.batches.shared_rounds import Sharing
 from lowtide.data.encode.truncation import Truncation, TruncationMode
+from lowtide.data.formats.preferences import SIDES
 from lowtide.data.formats.reading import ChatSample, Sample, TextSample, TokenSample
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,9 @@ class TurnOptions(TokenOptions):
 @dataclass(frozen=True, kw_only=True)
 class PreferenceOptions(TurnOptions):
     """The options of `prepare_pairs` and `prepare_unpaired`."""
+
+    sides: Sequence[str] = SIDES
+    """Of pairs, the columns of completions: the chosen and the rejected one, and others."""
 
 
 @dataclass(frozen=True, kw_only=True)

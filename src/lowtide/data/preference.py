@@ -1,4 +1,4 @@
-"""Preferences to token ids: pairs for DPO, ORPO, CPO and reward models, labelled completions for KTO.
+"""Preferences to token ids: pairs for DPO, ORPO, CPO, TPO and reward models, labelled completions for KTO.
 
 The prompt of a row is a column of its own, so that it can be computed once however many completions follow it. An
 answer of a conversation is taken as it is generated, up to and including the token at which generation stops; with
@@ -28,12 +28,12 @@ from lowtide.data.cache.fingerprint import VERSION, combine, rows_fingerprint
 from lowtide.data.encode.images import IMAGE_FEATURES, ImageExpander, expander_of, images_column
 from lowtide.data.encode.kl_completions import KL_FEATURE, add_kl_completions, add_kl_to_stream
 from lowtide.data.encode.preference_rows import (
-    PAIR_PARTS,
     REASONS,
     TOO_LONG,
     UNPAIRED_PARTS,
     WHOLE_COMPLETION,
     noted_features,
+    pair_parts,
     pair_table,
     token_columns,
     unpaired_table,
@@ -43,7 +43,8 @@ from lowtide.data.encode.sides import EncodedSides, SideEncoder
 from lowtide.data.encode.truncation import Truncation
 from lowtide.data.formats.columns import check_columns
 from lowtide.data.formats.images import undecoded
-from lowtide.data.formats.preferences import detect_pairs, detect_unpaired
+from lowtide.data.formats.preferences import PreferenceSample, detect_pairs, detect_unpaired
+from lowtide.data.formats.reading import RowFormat
 from lowtide.data.options import PreferenceOptions
 from lowtide.data.report.doubts import warn_of_doubts, with_numbers
 from lowtide.data.report.ledger import Ledger, padding_share
@@ -78,7 +79,7 @@ def prepare_pairs(
     margins: bool = False,
     reader: ImageReader | None = None,
 ) -> tuple[Dataset | IterableDataset, Ledger | None]:
-    """Prepare pairs of a chosen and a rejected completion.
+    """Prepare pairs of a chosen and a rejected completion, and what other completions a method has beside them.
 
     Args:
         dataset: Rows in any of the formats of pairs in `lowtide.data.formats.preferences`.
@@ -86,14 +87,14 @@ def prepare_pairs(
         options: What the result depends on.
         batch_size: Pairs in the padded batches that the ledger compares with.
         name: What the dataset is called in progress bars and in the ledger.
-        whole: Whether a side is scored as a whole, by a reward model: the prompt is then whatever both sides begin
+        whole: Whether a side is scored as a whole, by a reward model: the prompt is then whatever all sides begin
             with, and a pair with a side longer than `max_length` is dropped, not cut.
         margins: Whether the rows' margins are wanted, if they have any.
         reader: Makes the images of rows ready, for a vision-language model.
 
     Returns:
-        A dataset with the columns `prompt_ids`, `chosen_ids`, `rejected_ids`, `margin` where wanted and given, and
-        `images` where prompts show images; and its ledger, or None for a stream.
+        A dataset with the columns `prompt_ids`, `chosen_ids`, `rejected_ids` and so on, `margin` where wanted and
+        given, and `images` where prompts show images; and its ledger, or None for a stream.
 
     Raises:
         ValueError: a row that can't be used, an option that can't work, or a dataset with nothing to train on.
@@ -102,36 +103,42 @@ def prepare_pairs(
         _check_whole(options)
     source = options.source or title_of(dataset, name)
     dataset = dataset if reader is None else undecoded(dataset)
-    with reading(dataset, source, "prompt_ids, chosen_ids and rejected_ids") as first_row:
+    parts = pair_parts(options.sides)
+    with reading(dataset, source, ", ".join(token_columns(parts))) as first_row:
         cut = Truncation() if whole else options.truncation
         images, shown, options, first_row = expander_of(reader, first_row, options, source, cut)
-        row_format = detect_pairs(list(first_row), source, margins=margins, chats=_chats(tokenizer, options))
-        _check_columns(list(first_row), row_format, source, whole=whole)
+        row_format = _format_of(list(first_row), options, source, margins=margins, chats=_chats(tokenizer, options))
+        _warn_of_older(row_format, source, whole=whole)
         tokenizer = with_end_token(tokenizer, options.eos_token)
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source, whole=whole)
         if images is not None:
             images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
         with_margins = "margin" in row_format.columns
         tabulate = _tabulated(options, whole=whole, margins=with_margins)
-        more = {"margin": Value("float32")} if with_margins else {}
-        more = more if images is None else {**more, **IMAGE_FEATURES}
-        features, wanted = noted_features(PAIR_PARTS, **more), [*token_columns(PAIR_PARTS), *more]
+        more = {**({"margin": Value("float32")} if with_margins else {}), **({} if images is None else IMAGE_FEATURES)}
+        features, wanted = noted_features(parts, **more), [*token_columns(parts), *more]
         rows, preparer = dataset.with_format(None), _Preparer(encoder, tabulate, images)
         rows = rows.select_columns([*row_format.columns, *shown])
         if isinstance(rows, IterableDataset):
             return map_stream(rows, preparer, _only(features, wanted), source), None
         prepared = _map(rows, preparer, options, features, name, kind=("pairs", whole, with_margins))
-    statistics = _added_up(prepared, PAIR_PARTS, options, source)
-    prompt, chosen, rejected = statistics.part_lengths
-    padding = padding_share(statistics.lengths, batch_size, longest=prompt + np.maximum(chosen, rejected), sequences=2)
+    statistics = _added_up(prepared, parts, options, source)
+    longest = statistics.part_lengths[0] + np.maximum.reduce(statistics.part_lengths[1:])
+    padding = padding_share(statistics.lengths, batch_size, longest=longest, sequences=len(parts) - 1)
     prepared = prepared if statistics.numbers is None else prepared.select(statistics.numbers)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
     return prepared.select_columns(wanted), ledger
 
 
-def _check_columns(columns: list[str], row_format: Any, source: str, *, whole: bool) -> None:
-    """Says which columns are not used, and which of a reward model's will not be read for ever."""
+def _format_of(columns: list[str], options: PreferenceOptions, source: str, **how: bool) -> RowFormat[PreferenceSample]:
+    """How pairs with these columns are read; says which columns are not used."""
+    row_format = detect_pairs(columns, source, sides=options.sides, **how)
     check_columns(columns, row_format, source)
+    return row_format
+
+
+def _warn_of_older(row_format: RowFormat[PreferenceSample], source: str, *, whole: bool) -> None:
+    """Says which columns of a reward model's rows will not be read for ever."""
     if whole and set(row_format.columns) >= OLDER_COLUMNS:
         warnings.warn(OLDER_COLUMNS_SAID.format(source=source), FutureWarning, stacklevel=3)
 

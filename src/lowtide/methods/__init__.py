@@ -76,6 +76,9 @@ METHODS = MethodTable(
         ),
         "orpo": MethodRow("ORPO", "odds ratio preference optimization: pairs, without a reference"),
         "cpo": MethodRow("CPO", "contrastive preference optimization and SimPO: pairs, without a reference"),
+        "tpo": MethodRow(
+            "TPO", "triple preference optimization: pairs with a third answer to imitate, without a reference model"
+        ),
         "bco": MethodRow(
             "BCO", "binary classifier optimization: single answers that are desirable or not, against a reference"
         ),

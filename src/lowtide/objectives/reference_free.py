@@ -1,4 +1,4 @@
-"""Preference losses without a reference: ORPO's odds ratio, CPO's contrast, and SimPO.
+"""Preference losses without a reference: ORPO's odds ratio, CPO's contrast, SimPO, and TPO's.
 
 Each from the log-probabilities of the two completions, [pairs] each, to [pairs]; summed over tokens, or a mean over
 them, as the method says.
@@ -6,6 +6,7 @@ them, as the method says.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ class Settings(Protocol):
 
     beta: float
     label_smoothing: float
-    simpo_gamma: float
 
 
 def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Float[Tensor, " pairs"]:
@@ -58,9 +58,13 @@ def sigmoid(contrast: Tensor, settings: Settings) -> Float[Tensor, " pairs"]:
     return _smoothed(settings.beta * contrast, settings)
 
 
-def simpo(contrast: Tensor, settings: Settings) -> Float[Tensor, " pairs"]:
-    """SimPO: the contrast of means a token, less the target margin gamma / beta (arXiv 2405.14734, equation 6)."""
-    return _smoothed(settings.beta * (contrast - settings.simpo_gamma / settings.beta), settings)
+def targeted(contrast: Tensor, settings: Settings, *, gamma: str) -> Float[Tensor, " pairs"]:
+    """SimPO: the contrast of means a token, less the target margin gamma / beta (arXiv 2405.14734, equation 6).
+
+    Args:
+        gamma: the option that gamma is.
+    """
+    return sigmoid(contrast - getattr(settings, gamma) / settings.beta, settings)
 
 
 def hinge(contrast: Tensor, settings: Settings) -> Float[Tensor, " pairs"]:
@@ -75,7 +79,7 @@ def ipo(contrast: Tensor, settings: Settings) -> Float[Tensor, " pairs"]:
 
 @dataclass(frozen=True)
 class ContrastLoss:
-    """A variant of CPO's `loss_type`."""
+    """A variant of the `loss_type` of CPO and TPO."""
 
     fn: Callable[[Tensor, Settings], Tensor]
     """From the chosen log-probability (or reward) less the rejected one, [pairs], to the loss of each, [pairs]."""
@@ -86,12 +90,24 @@ class ContrastLoss:
     divides_by_beta: bool = field(default=False, kw_only=True)
 
 
+def _targeted(gamma: str) -> ContrastLoss:
+    return ContrastLoss(
+        functools.partial(targeted, gamma=gamma),
+        reads=frozenset({"label_smoothing", gamma}),
+        per_token=True,
+        divides_by_beta=True,
+    )
+
+
 LOSSES: dict[str, ContrastLoss] = {
     "sigmoid": ContrastLoss(sigmoid, reads=frozenset({"label_smoothing"})),
     "hinge": ContrastLoss(hinge),
     "ipo": ContrastLoss(ipo, per_token=True, divides_by_beta=True),
-    "simpo": ContrastLoss(
-        simpo, reads=frozenset({"label_smoothing", "simpo_gamma"}), per_token=True, divides_by_beta=True
-    ),
+    "simpo": _targeted("simpo_gamma"),
 }
 """The variants of CPO's `loss_type`."""
+TPO_LOSSES = {
+    **{name: LOSSES[name] for name in ("sigmoid", "hinge", "ipo")},
+    "tpo-l": _targeted("tpo_l_gamma"),
+}
+"""The variants of TPO's `loss_type`."""

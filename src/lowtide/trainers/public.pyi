@@ -30,6 +30,7 @@ from lowtide.methods.seq2seq import Seq2SeqOptions
 from lowtide.methods.sequence_classification import SequenceClassificationOptions
 from lowtide.methods.sft import SFTOptions
 from lowtide.methods.token_classification import TokenClassificationOptions
+from lowtide.methods.tpo import TPOOptions
 from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.reference import ReferenceTrainer
@@ -208,6 +209,11 @@ class ORPOTrainer(_AsPretrain): ...
 class CPOConfig(CPOOptions, TrainingConfig): ...
 
 class CPOTrainer(_AsPretrain): ...
+
+@dataclass
+class TPOConfig(TPOOptions, TrainingConfig): ...
+
+class TPOTrainer(_AsPretrain): ...
 
 @dataclass
 class BCOConfig(BCOOptions, TrainingConfig): ...

@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.data.batches.token_rows import TokenRows, flatten
-from lowtide.data.encode.preference_rows import PAIR_PARTS, UNPAIRED_PARTS, pair_table, unpaired_table, whole_pair_table
+from lowtide.data.encode.preference_rows import UNPAIRED_PARTS, pair_parts, pair_table, unpaired_table, whole_pair_table
 from lowtide.data.encode.sides import EncodedSides
 from lowtide.data.encode.truncation import Truncation
-from lowtide.data.formats.preferences import PreferenceSample
+from lowtide.data.formats.preferences import SIDES, PreferenceSample
+
+THREE = (*SIDES, "reference")
 
 
 def cut_plainly(prompt, completions, truncation):
@@ -47,14 +49,14 @@ def encoded(rows):
     for side in zip(*(completions for _, *completions in rows), strict=True):
         flat, offsets = flatten([row[0] + completion for row, completion in zip(rows, side, strict=True)])
         sides.append(TokenRows(flat, flat, offsets, prompts, np.zeros(len(rows), dtype=bool)))
-    return EncodedSides([PreferenceSample((), label=True) for _ in rows], sides)
+    return EncodedSides([PreferenceSample((), label=True) for _ in rows], sides, THREE[: len(sides)])
 
 
 def assert_noted(table, rows, parts, truncation):
     """Each row of a table is what `cut_plainly` leaves of it, and every token is counted as kept, cut or dropped."""
     for row, noted in zip(rows, table.to_pylist(), strict=True):
         kept = cut_plainly(row[0], row[1:], truncation)
-        same = len(row) == 3 and (row[1] == row[2] or (kept is not None and kept[1] == kept[2]))
+        same = len(row) > 2 and (row[1] == row[2] or (kept is not None and kept[1] == kept[2]))
         is_dropped = kept is None or same
         assert (noted["dropped"] != 0) == is_dropped
         assert (noted["dropped"] == 1) == (same and (row[1] == row[2] or kept is not None))
@@ -66,9 +68,10 @@ def assert_noted(table, rows, parts, truncation):
             assert noted["scored"] == sum(len(completion) - (not kept[0]) for completion in kept[1:])
 
 
-@given(st.lists(st.tuples(LISTS, LISTS, LISTS), min_size=1, max_size=5), TRUNCATIONS)
-def test_pairs_are_cut_as_the_plain_rule_says(rows, truncation):
-    assert_noted(pair_table(encoded(rows), truncation, margins=False), rows, PAIR_PARTS, truncation)
+@given(st.sampled_from([SIDES, THREE]), st.data(), TRUNCATIONS)
+def test_pairs_are_cut_as_the_plain_rule_says(sides, data, truncation):
+    rows = data.draw(st.lists(st.tuples(LISTS, *[LISTS for _ in sides]), min_size=1, max_size=5))
+    assert_noted(pair_table(encoded(rows), truncation, margins=False), rows, pair_parts(sides), truncation)
 
 
 @given(st.lists(st.tuples(LISTS, LISTS), min_size=1, max_size=5), TRUNCATIONS)
@@ -84,6 +87,6 @@ def test_whole_pairs_are_kept_or_dropped(rows, max_length):
         lengths = len(prompt + chosen), len(prompt + rejected)
         fits = max_length is None or max(lengths) <= max_length
         assert (noted["dropped"] == 0) == (chosen != rejected and min(lengths) > 0 and fits)
-        assert [noted[f"{part}_ids"] for part in PAIR_PARTS] == (
+        assert [noted[f"{part}_ids"] for part in pair_parts(SIDES)] == (
             [prompt, chosen, rejected] if noted["dropped"] == 0 else [[], [], []]
         )

@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list, type, Any]] = {
     "token classification": ("TokenClassificationConfig", {}, TEXTS, BertConfig, None),
     "sequence classification": ("SequenceClassificationConfig", {}, TEXTS, BertConfig, None),
     "orpo": ("ORPOConfig", {}, PAIRS, LlamaConfig, None),
+    "tpo": ("TPOConfig", {}, [(9, 30, 21, 17)] * 4, LlamaConfig, None),
     "gkd": ("GKDConfig", {"lmbda": 0.0}, TEXTS, LlamaConfig, None),
     "gkd, LoRA": ("GKDConfig", {"lmbda": 0.0, "beta": 0.0}, TEXTS, LlamaConfig, LORA),
 }

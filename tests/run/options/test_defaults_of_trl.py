@@ -15,6 +15,7 @@ EXPERIMENTAL = {
     "GMPOConfig": "gmpo",
     "ORPOConfig": "orpo",
     "OnlineDPOConfig": "online_dpo",
+    "TPOConfig": "tpo",
 }
 CONFIGS = sorted(
     name for name in lowtide.__all__ if name.endswith("Config") and (hasattr(trl, name) or name in EXPERIMENTAL)

@@ -27,9 +27,16 @@ from lowtide import (
     ORPOTrainer,
     RewardConfig,
     RewardTrainer,
+    TPOConfig,
+    TPOTrainer,
 )
 
-PAIRED = {"dpo": (DPOTrainer, DPOConfig), "orpo": (ORPOTrainer, ORPOConfig), "cpo": (CPOTrainer, CPOConfig)}
+PAIRED = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+    "cpo": (CPOTrainer, CPOConfig),
+    "tpo": (TPOTrainer, TPOConfig),
+}
 SINGLE = {"kto": (KTOTrainer, KTOConfig), "bco": (BCOTrainer, BCOConfig)}
 ALL = PAIRED | SINGLE | {"reward": (RewardTrainer, RewardConfig)}
 
@@ -62,6 +69,8 @@ def data(method: str, count: int = 16) -> Dataset:
             for n, row in enumerate(rows(count))
         ]
         return Dataset.from_list(singles)
+    if method == "tpo":
+        return Dataset.from_list([{**row, "reference": f" {row['chosen']}"} for row in rows(count)])
     return Dataset.from_list(rows(count))
 
 

@@ -192,7 +192,7 @@ def test_the_reference_of_a_policy_with_adapters_is_the_policy_without(trained, 
     torch.testing.assert_close(made.reference(batch), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("method", slow_but(["kto"], ["dpo", "kto", "bco", "reward", "orpo", "cpo"]))
+@pytest.mark.parametrize("method", slow_but(["kto"], ["dpo", "kto", "bco", "reward", "orpo", "cpo", "tpo"]))
 def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(method, tmp_path):
     through = trainer(method, tmp_path / "through", save_strategy="steps", save_steps=2)
     through.train()

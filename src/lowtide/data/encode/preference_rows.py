@@ -1,7 +1,7 @@
 """A batch of encoded preferences to the columns that are cached: what truncation leaves of each part, and the notes.
 
-A pair is one row with the parts prompt, chosen and rejected; a labelled completion has prompt and completion. The
-prompt stands there once, as it is computed.
+A pair is one row with the parts prompt, chosen, rejected and what other sides it has; a labelled completion has prompt
+and completion. The prompt stands there once, as it is computed.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,14 @@ SAME = "chosen equals rejected"
 TOO_LONG = "longer than max_length"
 REASONS = ("kept", SAME, "no scored token", CUT_AWAY, TOO_LONG)
 """Why a row is not trained on; the index is what is noted down."""
-PAIR_PARTS = ("prompt", "chosen", "rejected")
 UNPAIRED_PARTS = ("prompt", "completion")
 WHOLE_COMPLETION = "whole_completion_ids"
 """The completion as long as any prompt leaves room for it: what is left of it depends on the prompt that it follows."""
+
+
+def pair_parts(sides: Sequence[str]) -> tuple[str, ...]:
+    """The parts of a pair with these sides."""
+    return ("prompt", *sides)
 
 
 def token_columns(parts: Sequence[str]) -> list[str]:
@@ -43,9 +47,9 @@ def pair_table(encoded: EncodedSides, truncation: Truncation, *, margins: bool) 
     whole = share_prompts(encoded.sides)
     kept = _truncated(whole, truncation)
     whole_scored, scored = ([_scored(side) for side in sides] for sides in (whole, kept))
-    same = [equal_rows(*whole), np.minimum.reduce(whole_scored) == 0]
-    dropped = np.select([*same, np.minimum.reduce(scored) == 0, equal_rows(*kept)], [1, 2, 3, 1], default=0)
-    table = _noted(PAIR_PARTS, whole, kept, np.add.reduce(scored), dropped)
+    same = [equal_rows(*whole[:2]), np.minimum.reduce(whole_scored) == 0]
+    dropped = np.select([*same, np.minimum.reduce(scored) == 0, equal_rows(*kept[:2])], [1, 2, 3, 1], default=0)
+    table = _noted(pair_parts(encoded.names), whole, kept, np.add.reduce(scored), dropped)
     return _with_margins(table, encoded) if margins else table
 
 
@@ -55,8 +59,8 @@ def whole_pair_table(encoded: EncodedSides, max_length: int | None, *, margins: 
     longest = np.maximum.reduce([side.lengths for side in sides])
     too_long = longest > (max_length or np.inf)
     empty = np.minimum.reduce([side.lengths for side in sides]) == 0
-    dropped = np.select([equal_rows(*sides), empty, too_long], [1, 2, REASONS.index(TOO_LONG)], default=0)
-    table = _noted(PAIR_PARTS, sides, sides, np.full(len(dropped), len(sides)), dropped)
+    dropped = np.select([equal_rows(*sides[:2]), empty, too_long], [1, 2, REASONS.index(TOO_LONG)], default=0)
+    table = _noted(pair_parts(encoded.names), sides, sides, np.full(len(dropped), len(sides)), dropped)
     return _with_margins(table, encoded) if margins else table
 
 

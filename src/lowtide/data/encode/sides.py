@@ -3,9 +3,9 @@
 A completion that is one message of the assistant is taken as it is generated (see `rounds`), and ends with the token at
 which generation stops. With `turns="whole"`, and in texts, the token boundaries are those of TRL 1.16 (`DPOTrainer`,
 `KTOTrainer` and `RewardTrainer`): a completion begins where the tokens of the prompt alone and of prompt and completion
-together diverge, and both sides of a pair at the earlier of their two boundaries.
+together diverge, and all sides of a pair at the earliest of their boundaries.
 
-Where we differ: the implicit prompt of two texts is the tokens that both begin with, each side being tokenized once
+Where we differ: the implicit prompt of texts is the tokens that all begin with, each side being tokenized once
 and whole. TRL takes the characters that both begin with, and tokenizes these alone; its prompt may end inside a word,
 whose first token then belongs to both completions.
 """
@@ -23,13 +23,13 @@ from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.rounds import Answer
 from lowtide.data.encode.rows import check_ids, shared_prefix
 from lowtide.data.encode.text import TextEncoder
+from lowtide.data.formats.conversation import quoted
 from lowtide.data.formats.preferences import PreferenceSample
 from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PreferenceOptions
 from lowtide.data.report.doubts import NO_DOUBT, Doubt, doubts_of, ending_ids, special_ids, without
 
 TokenLists = list[list[int]]
-SIDE_NAMES = {1: ("completion",), 2: ("chosen", "rejected")}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class EncodedSides:
 
     rows: list[PreferenceSample]
     sides: list[TokenRows]
+    names: tuple[str, ...]
+    """Of the sides."""
 
 
 class SideEncoder:
@@ -69,7 +71,8 @@ class SideEncoder:
         self.saying_nothing, self.ending = special_ids(tokenizer), ending_ids(tokenizer)
         first = row_format.read_batch({name: [value] for name, value in first_row.items()}, RowPlace(source, [0]))[0]
         self.kind = first.sides[0].kind
-        self.is_paired = len(first.sides) == 2
+        self.is_paired = len(first.sides) > 1
+        self.side_names = tuple(options.sides) if self.is_paired else ("completion",)
         self.is_implicit = _is_implicit(first.sides[0])
         self.encoder = _encoder(first.sides[0], tokenizer, options, source)
         self._by_turns = isinstance(self.encoder, ChatEncoder) and self.encoder.by_turns
@@ -95,7 +98,7 @@ class SideEncoder:
         encoded = self._encoded(rows, place)
         token_ids = [[each.token_ids for each in side] for side in encoded]
         if self.whole or self.is_implicit:
-            lengths = [self._common_lengths(token_ids[0], token_ids[1], place)] * len(encoded)
+            lengths = [self._common_lengths(token_ids, place)] * len(encoded)
             prompt_lengths = lengths[0]
         else:
             lengths = [
@@ -106,12 +109,12 @@ class SideEncoder:
         sides = []
         for number, (ids, length) in enumerate(zip(token_ids, lengths, strict=True)):
             flat, offsets = flatten(ids)
-            check_ids(f"the row's {SIDE_NAMES[len(encoded)][number]} side", flat, offsets, self.vocab_size, place)
+            check_ids(f"the row's {self.side_names[number]} side", flat, offsets, self.vocab_size, place)
             side = TokenRows(flat, flat, offsets, length, length < prompt_lengths)
             doubts = self._doubts([row.sides[number] for row in rows], side)
             doubts |= np.array([each.doubt for each in encoded[number]], dtype=np.int64)
             sides.append(replace(side, doubts=doubts))
-        return EncodedSides(rows, sides)
+        return EncodedSides(rows, sides, self.side_names)
 
     def _encoded(self, rows: Sequence[PreferenceSample], place: RowPlace) -> list[list[Answer]]:
         """Each side of each row."""
@@ -148,15 +151,15 @@ class SideEncoder:
             doubts |= np.array(self.encoder.doubts(cast(Sequence[ChatSample], samples)), dtype=np.int64)
         return doubts
 
-    def _common_lengths(self, chosen: TokenLists, rejected: TokenLists, place: RowPlace) -> Int[np.ndarray, " rows"]:
-        """How many tokens both sides of each pair begin with."""
+    def _common_lengths(self, sides: Sequence[TokenLists], place: RowPlace) -> Int[np.ndarray, " rows"]:
+        """How many tokens all sides of each pair begin with."""
         lengths = []
-        for index, (one, other) in enumerate(zip(chosen, rejected, strict=True)):
-            length = shared_prefix(one, other)
+        for index, (one, *others) in enumerate(zip(*sides, strict=True)):
+            length = min(shared_prefix(one, other) for other in others)
             if self.whole:
-                length = max(min(length, len(one) - 1, len(other) - 1), 0)
-            elif one != other and self.special_ids.issuperset(one[:length]):
-                raise place.error(index, NO_PROMPT.format("the texts" if self.kind == "text" else "the token ids"))
+                length = max(min(length, len(one) - 1, *(len(other) - 1 for other in others)), 0)
+            elif any(one != other for other in others) and self.special_ids.issuperset(one[:length]):
+                raise place.error(index, self._no_prompt("the texts" if self.kind == "text" else "the token ids"))
             lengths.append(length)
         return np.array(lengths, dtype=np.int64)
 
@@ -165,11 +168,14 @@ class SideEncoder:
         for index, row in enumerate(rows):
             side = row.sides[0]
             if isinstance(side, ChatSample) and side.prompt_messages == 0:
-                raise place.error(index, NO_PROMPT.format("the conversations"))
+                raise place.error(index, self._no_prompt("the conversations"))
+
+    def _no_prompt(self, what: str) -> str:
+        return NO_PROMPT.format(quoted(self.side_names), what)
 
 
 NO_PROMPT = (
-    "'chosen' and 'rejected' begin with no prompt in common: {} differ from the start. Give the prompt in a column "
+    "{} begin with no prompt in common: {} differ from the start. Give the prompt in a column "
     "of its own, or drop the row."
 )
 

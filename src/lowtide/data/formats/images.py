@@ -17,14 +17,14 @@ import datasets
 from datasets import Features, Image, List
 
 from lowtide.compat.datasets import with_features
-from lowtide.data.formats.conversation import describe
+from lowtide.data.formats.conversation import describe, quoted
 
 IMAGE = "\ufffc"
 """Stands for an image in the text of a message (OBJECT REPLACEMENT CHARACTER)."""
 IMAGE_COLUMNS = ("images", "image")
 PROMPTS = ("messages", "conversations", "prompt")
 """Columns of messages that show a row's images."""
-SIDES = ("chosen", "rejected")
+SIDES = ("chosen", "rejected", "reference")
 """Columns of messages that show them where there is no prompt of its own."""
 ANSWERS = ("completion",)
 OWN = ("image", "path", "url")
@@ -78,7 +78,7 @@ def take_images(row: Row) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     for name in names:
         rest[name], shown = _taken(row[name], name, given)
         if found is not None and shown != found:
-            raise ValueError("'chosen' and 'rejected' show other images: a pair is two answers to one prompt")
+            raise ValueError(f"{quoted(names)} show other images: they are answers to one prompt")
         found = shown
     for name in (*SIDES, *ANSWERS) if prompts else ():
         if isinstance(row.get(name), list):

@@ -13,6 +13,7 @@ WORDS: dict[str, set[str]] = {
     "completion": {"completion", "answer", "response", "reply", "output", "assistant", "bot", "gpt", "solution"},
     "chosen": {"chosen", "preferred", "accepted", "better", "best", "winner", "good", "win"},
     "rejected": {"rejected", "dispreferred", "worse", "worst", "loser", "bad", "lose"},
+    "reference": {"reference", "gold", "golden", "ideal", "target", "truth"},
     "label": {"label", "desirable", "liked", "thumb", "thumbs", "vote"},
     "messages": {"messages", "message", "conversation", "conversations", "chat", "dialog", "dialogue", "turns"},
     "text": {"text", "content", "document", "body", "article", "passage", "story"},

@@ -1,9 +1,10 @@
 """What a row of preferences may look like: a pair of completions, one chosen and one rejected, or one with a label.
 
 Each completion is read, together with its prompt, into the same `Sample` that supervised fine-tuning reads rows into;
-a row of preferences is one or two of them, its *sides*. A pair's prompt may be implicit: both sides then begin with
-it. In conversations it is the messages that both begin with, each side keeping at least one, as in TRL's
-`extract_prompt`; in texts, and in rows that are tokenized already, it is found later, by tokens (`sides`).
+a row of preferences is one or more of them, its *sides*. A pair may have sides beside the chosen and the rejected one,
+which a method names. A pair's prompt may be implicit: all sides then begin with it. In conversations it is the messages
+that all begin with, each side keeping at least one, as in TRL's `extract_prompt`; in texts, and in rows that are
+tokenized already, it is found later, by tokens (`sides`).
 
 The names are TRL's; `prompt_input_ids`, `chosen_input_ids` and `rejected_input_ids` are those of its older releases,
 `input_ids_chosen` and its like of the oldest. `conversations` with `chosen` and `rejected` is ShareGPT's, `instruction`
@@ -11,7 +12,7 @@ with them Alpaca's, as LLaMA-Factory has both.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,13 +32,15 @@ from lowtide.data.formats.reading import (
 from lowtide.data.formats.samples import ChatSample, Sample, TextSample, TokenSample, text_of
 from lowtide.data.formats.token_columns import attended_range, is_token_list
 
+SIDES = ("chosen", "rejected")
+
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSample:
     """One row of preferences."""
 
     sides: tuple[Sample, ...]
-    """The chosen and the rejected completion, or a single one, each with its prompt."""
+    """The chosen and the rejected completion and what follows them, or a single one, each with its prompt."""
     label: bool | None = None
     """Whether a single completion is a desirable one."""
     margin: float | None = None
@@ -45,24 +48,24 @@ class PreferenceSample:
 
 
 def detect_pairs(
-    columns: Sequence[str], source: str, *, margins: bool = False, chats: bool = True
+    columns: Sequence[str], source: str, *, margins: bool = False, chats: bool = True, sides: Sequence[str] = SIDES
 ) -> RowFormat[PreferenceSample]:
     """How the rows of a dataset of pairs are read.
 
     Args:
+        sides: the columns of completions: `SIDES`, and those that a method has beside them.
         margins: whether the rows' margins are wanted, if they have any.
         chats: whether there is a chat template, so that Alpaca's rows are read as conversations and not as texts.
 
     Raises:
         ValueError: the columns are not those of pairs.
     """
-    row_format = match_format(columns, _pair_formats(chats))
+    row_format = match_format(columns, _pair_formats(sides, chats))
     if row_format is None:
         raise ValueError(
-            f"{source} has the columns {quoted(columns)}; pairs need 'chosen' and 'rejected', with 'prompt', "
-            "'conversations' or 'instruction' where both do not begin with it, or 'chosen_ids' and 'rejected_ids' with "
-            "'prompt_ids'. Rename the columns."
-            + proposal(columns, ("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+            f"{source} has the columns {quoted(columns)}; pairs need {_all(sides)}, with 'prompt', 'conversations' or "
+            f"'instruction' where all do not begin with it, or {_all(f'{name}_ids' for name in sides)} with "
+            "'prompt_ids'. Rename the columns." + proposal(columns, ("prompt", *sides), sides)
         )
     if margins and "margin" in columns:
         return replace(
@@ -77,7 +80,7 @@ def detect_unpaired(columns: Sequence[str], source: str, *, chats: bool = True) 
     Raises:
         ValueError: the columns are of neither.
     """
-    row_format = match_format(columns, UNPAIRED_FORMATS) or match_format(columns, _pair_formats(chats))
+    row_format = match_format(columns, UNPAIRED_FORMATS) or match_format(columns, _pair_formats(SIDES, chats))
     if row_format is None:
         raise ValueError(
             f"{source} has the columns {quoted(columns)}; labelled completions need 'prompt', 'completion' and "
@@ -87,47 +90,45 @@ def detect_unpaired(columns: Sequence[str], source: str, *, chats: bool = True) 
     return row_format
 
 
-def read_pair(row: Mapping[str, Any]) -> PreferenceSample:
+def read_pair(sides: Sequence[str], row: Mapping[str, Any]) -> PreferenceSample:
     """Texts or conversations with a `prompt` of their own."""
     prompt = row.get("prompt")
-    for name in ("chosen", "rejected"):
+    for name in sides:
         if isinstance(row.get(name), list) != isinstance(prompt, list):
             raise ValueError(
                 f"'prompt' is {describe(prompt)} and {name!r} is {describe(row.get(name))}; all must be strings, or "
-                "all lists of messages. If 'chosen' and 'rejected' repeat the prompt, remove the column 'prompt'."
+                f"all lists of messages. If {_all(sides)} repeat the prompt, remove the column 'prompt'."
             )
-    return PreferenceSample((_completion(row, "chosen"), _completion(row, "rejected")))
+    return PreferenceSample(tuple(_completion(row, name) for name in sides))
 
 
-def read_implicit_pair(row: Mapping[str, Any]) -> PreferenceSample:
-    """Texts or conversations that both begin with the prompt."""
-    chosen, rejected = row.get("chosen"), row.get("rejected")
-    if isinstance(chosen, list) != isinstance(rejected, list):
-        raise ValueError(
-            f"'chosen' is {describe(chosen)} and 'rejected' is {describe(rejected)}; both must be strings, or both "
-            "lists of messages."
-        )
-    if not isinstance(chosen, list):
-        return PreferenceSample((TextSample(text_of(chosen, "chosen")), TextSample(text_of(rejected, "rejected"))))
-    talks = [check_roles(check_messages(side, name)) for side, name in ((chosen, "chosen"), (rejected, "rejected"))]
+def read_implicit_pair(sides: Sequence[str], row: Mapping[str, Any]) -> PreferenceSample:
+    """Texts or conversations that all begin with the prompt."""
+    values = {name: row.get(name) for name in sides}
+    if len({isinstance(value, list) for value in values.values()}) > 1:
+        said = ", ".join(f"{name!r} is {describe(value)}" for name, value in values.items())
+        raise ValueError(f"{said}; all must be strings, or all lists of messages.")
+    if not isinstance(values[sides[0]], list):
+        return PreferenceSample(tuple(TextSample(text_of(value, name)) for name, value in values.items()))
+    talks = [check_roles(check_messages(value, name)) for name, value in values.items()]
     most = min(map(len, talks)) - 1
-    shared = next((index for index in range(most) if talks[0][index] != talks[1][index]), most)
+    shared = next((index for index in range(most) if any(talk[index] != talks[0][index] for talk in talks)), most)
     inputs = template_inputs(row)
     return PreferenceSample(tuple(ChatSample(talk, shared, **inputs) for talk in talks))
 
 
-def read_sharegpt_pair(row: Mapping[str, Any]) -> PreferenceSample:
-    """A conversation up to the answer, and two answers, each a message or a list of messages."""
-    sides = {name: [row[name]] if isinstance(row.get(name), Mapping) else row.get(name) for name in SIDES}
+def read_sharegpt_pair(sides: Sequence[str], row: Mapping[str, Any]) -> PreferenceSample:
+    """A conversation up to the answer, and the answers, each a message or a list of messages."""
+    answers = {name: [row[name]] if isinstance(row.get(name), Mapping) else row.get(name) for name in sides}
     prompt = row.get("conversations")
     if isinstance(prompt, list) and prompt:
         prompt = with_system(check_messages(prompt, "conversations"), row)
-    return read_pair({**row, **sides, "prompt": prompt})
+    return read_pair(sides, {**row, **answers, "prompt": prompt})
 
 
-def read_alpaca_pair(chats: bool, row: Mapping[str, Any]) -> PreferenceSample:
-    """An instruction, and two answers to it."""
-    return PreferenceSample(tuple(alpaca_side(chats, name, row) for name in SIDES))
+def read_alpaca_pair(sides: Sequence[str], chats: bool, row: Mapping[str, Any]) -> PreferenceSample:
+    """An instruction, and the answers to it."""
+    return PreferenceSample(tuple(alpaca_side(chats, name, row) for name in sides))
 
 
 def read_labelled(row: Mapping[str, Any]) -> PreferenceSample:
@@ -135,32 +136,24 @@ def read_labelled(row: Mapping[str, Any]) -> PreferenceSample:
 
 
 def read_token_pair(ids: str, mask: str, parts: Sequence[str], row: Mapping[str, Any]) -> PreferenceSample:
-    """Rows tokenized already, in columns that are called by these patterns; without a prompt, both begin with it."""
+    """Rows tokenized already, in columns that are called by these patterns; without a prompt, all begin with it."""
     tokens = {part: _ids(row, ids.format(part), mask.format(part)) for part in parts}
-    prompt = tokens.get("prompt")
-    return PreferenceSample(tuple(_joined(prompt, tokens[name]) for name in SIDES))
+    prompt = tokens.pop("prompt", None)
+    return PreferenceSample(tuple(_joined(prompt, completion) for completion in tokens.values()))
 
 
 def read_labelled_tokens(row: Mapping[str, Any]) -> PreferenceSample:
     return PreferenceSample((_joined(_ids(row, "prompt_ids"), _ids(row, "completion_ids")),), label=_label(row))
 
 
-def _token_pairs(ids: str, mask: str) -> Iterator[FormatLine[PreferenceSample]]:
+def _token_pairs(sides: Sequence[str], ids: str, mask: str) -> Iterator[FormatLine[PreferenceSample]]:
     """The formats of pairs whose columns of tokens, and of their masks, are called by these patterns."""
-    for title, parts in (("pairs", ("prompt", *SIDES)), ("implicit pairs", SIDES)):
+    for title, parts in (("pairs", ("prompt", *sides)), ("implicit pairs", sides)):
         read = partial(read_token_pair, ids, mask, parts)
         names, masks = (tuple(pattern.format(part) for part in parts) for pattern in (ids, mask))
         yield f"{title} of token ids", names, masks, read
 
 
-SIDES = ("chosen", "rejected")
-PAIR_FORMATS: tuple[FormatLine[PreferenceSample], ...] = (
-    *_token_pairs("{}_ids", "{}_attention_mask"),
-    *_token_pairs("{}_input_ids", "{}_attention_mask"),
-    *_token_pairs("input_ids_{}", "attention_mask_{}"),
-    ("pairs", ("prompt", *SIDES), TEMPLATE_COLUMNS, read_pair),
-    ("ShareGPT pairs", ("conversations", *SIDES), (*TEMPLATE_COLUMNS, "system"), read_sharegpt_pair),
-)
 UNPAIRED_FORMATS: tuple[FormatLine[PreferenceSample], ...] = (
     ("labelled ids", ("prompt_ids", "completion_ids", "label"), (), read_labelled_tokens),
     ("labelled completions", ("prompt", "completion", "label"), TEMPLATE_COLUMNS, read_labelled),
@@ -168,13 +161,24 @@ UNPAIRED_FORMATS: tuple[FormatLine[PreferenceSample], ...] = (
 """In order of precedence; rows that fit none of these may be pairs."""
 
 
-def _pair_formats(chats: bool) -> list[FormatLine[PreferenceSample]]:
-    """The formats of pairs, in order of precedence."""
+def _pair_formats(sides: Sequence[str], chats: bool) -> list[FormatLine[PreferenceSample]]:
+    """The formats of pairs with these sides, in order of precedence."""
+    shared = ("conversations", *sides), (*TEMPLATE_COLUMNS, "system"), partial(read_sharegpt_pair, sides)
     return [
-        *PAIR_FORMATS,
-        alpaca_line(*SIDES, partial(read_alpaca_pair, chats), chats=chats),
-        ("implicit pairs", SIDES, TEMPLATE_COLUMNS, read_implicit_pair),
+        *_token_pairs(sides, "{}_ids", "{}_attention_mask"),
+        *_token_pairs(sides, "{}_input_ids", "{}_attention_mask"),
+        *_token_pairs(sides, "input_ids_{}", "attention_mask_{}"),
+        ("pairs", ("prompt", *sides), TEMPLATE_COLUMNS, partial(read_pair, sides)),
+        ("ShareGPT pairs", *shared),
+        alpaca_line(*sides, partial(read_alpaca_pair, sides, chats), chats=chats),
+        ("implicit pairs", tuple(sides), TEMPLATE_COLUMNS, partial(read_implicit_pair, sides)),
     ]
+
+
+def _all(names: Iterable[str]) -> str:
+    """`'a', 'b' and 'c'`."""
+    *others, last = map(repr, names)
+    return f"{', '.join(others)} and {last}"
 
 
 def _completion(row: Mapping[str, Any], name: str) -> Sample:

@@ -135,7 +135,8 @@ class Ledger:
 
     def _repeated(self) -> str:
         """What a padded batch has more of than its rows."""
-        return " pairs, each prompt twice," if len(self.cut_by_part or ()) > 2 else ""
+        sides = len(self.cut_by_part or ()) - 1
+        return f" pairs, each prompt {'twice' if sides == 2 else f'{sides} times'}," if sides > 1 else ""
 
     def _shares_of_labels(self) -> str:
         """The most frequent labels first."""

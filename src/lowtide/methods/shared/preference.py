@@ -36,7 +36,8 @@ class ReadPairs(Pairs):
     """Scored tokens of the chosen completion: all, but for the first where there is no prompt."""
     rejected_scored: Float[Tensor, " pairs"]
     nll: Float[Tensor, " pairs"]
-    """Negative log-likelihood of the chosen side, of the prompt too where that is scored; and over how many tokens."""
+    """Negative log-likelihood of the completions beside the chosen and the rejected one, of the chosen one where there
+    are no others; of the prompt too where that is scored; and over how many tokens."""
     nll_tokens: Float[Tensor, " pairs"]
     top1: Float[Tensor, " pairs"] | None = None
     """Tokens of the chosen completion that no other token is likelier than."""
@@ -52,14 +53,15 @@ def read_pairs(
     ld_alpha: float | None = None,
     weighted: bool = False,
 ) -> ReadPairs:
-    """Sums over the two completions of each row.
+    """Sums over the completions of each row.
 
     Args:
         reference: the reference's log-probabilities; zeros if None.
         ld_alpha: weight of a completion's tokens beyond the length of the other (LD-DPO, arXiv 2409.06411).
         weighted: also WPO's weights (arXiv 2406.11827, equation 2); wants `collisions`.
     """
-    chosen, rejected = completion_segments(batch, 2)
+    sides = completion_segments(batch, batch.row_values[LENGTHS].shape[1])
+    chosen, rejected = sides[:2]
     logprobs = stats["logprobs"]
     counted = in_completion(batch, logprobs)
     scored = segment_sums(counted, batch)
@@ -71,7 +73,9 @@ def read_pairs(
         use = torch.where(beyond, ld_alpha * counted, counted)
     policy = segment_sums(logprobs * use, batch)
     referred = torch.zeros_like(policy) if reference is None else segment_sums(reference * use, batch)
-    of_chosen = batch.score_segment != rejected[batch.row[batch.score_segment]]
+    rows = batch.row[batch.score_segment]
+    unlearned = torch.stack([batch.score_segment == side[rows] for side in sides[_unlearned(len(sides))]])
+    learned = ~unlearned.any(0)
     top1 = segment_sums(stats["top1"] * counted, batch)[chosen] if "top1" in stats else None
     weights = None
     if weighted:
@@ -87,8 +91,8 @@ def read_pairs(
         rejected_tokens=lengths[:, 1],
         chosen_scored=scored[chosen],
         rejected_scored=scored[rejected],
-        nll=row_sums(-logprobs * of_chosen, batch),
-        nll_tokens=row_sums(of_chosen.to(policy.dtype), batch),
+        nll=row_sums(-logprobs * learned, batch),
+        nll_tokens=row_sums(learned.to(policy.dtype), batch),
         top1=top1,
         weights=weights,
     )
@@ -100,10 +104,16 @@ def per_token(pairs: ReadPairs) -> ReadPairs:
 
 
 def pair_counts(batch: RaggedBatch) -> Counts:
-    """The pairs of a batch, and the tokens of the chosen side that a negative log-likelihood is a mean over."""
-    rejected = [batch.segments[numbers[-1]] for numbers in batch.row_segments]
-    unlikely = sum(part.score_stop - part.score_start for part in rejected)
-    return {"pairs": batch.rows, "nll_tokens": batch.scores - unlikely}
+    """The pairs of a batch, and the tokens that a negative log-likelihood is a mean over."""
+    sides = batch.row_values[LENGTHS].shape[1]
+    numbers = [number for row in batch.row_segments for number in row[-sides:][_unlearned(sides)]]
+    scores = sum(batch.segments[number].score_stop - batch.segments[number].score_start for number in numbers)
+    return {"pairs": batch.rows, "nll_tokens": batch.scores - scores}
+
+
+def _unlearned(sides: int) -> slice:
+    """Which completions of a row have no part in its negative log-likelihood."""
+    return slice(1, 2) if sides == 2 else slice(0, 2)
 
 
 def pair_objective(

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.collate import CompletionCollator, LabelCollator, RaggedCollator, TagCollator
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.values import DOCUMENT, LABEL, NUMBER, WORDS
+from lowtide.data.formats.preferences import SIDES
 from lowtide.data.labelled import FoundLabels, LabelOptions, found_labels, prepare_labelled
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
@@ -299,7 +300,7 @@ class _Completions(RowLayout):
 
 @dataclass(frozen=True)
 class Pairs(_Completions):
-    """A chosen and a rejected completion."""
+    """A chosen and a rejected completion, and others that a method has beside them (`sides`)."""
 
     at_end: bool = False
     """Pairs that are compared by a value at the end of each side: a side that does not fit drops its pair, and rows
@@ -307,8 +308,12 @@ class Pairs(_Completions):
 
     completions, takes_images = 2, True
 
+    def sides(self, options: Any) -> tuple[str, ...]:
+        """The columns of completions, the chosen one first and then the rejected one."""
+        return SIDES
+
     def columns(self, options: Any) -> tuple[str, ...]:
-        return ("chosen_ids", "rejected_ids")
+        return tuple(f"{name}_ids" for name in self.sides(options))
 
     def values(self) -> tuple[str, ...]:
         return ("margin",) if self.at_end else ()
@@ -317,7 +322,7 @@ class Pairs(_Completions):
         rows, ledger = prepare_pairs(
             dataset,
             how.tokenizer,
-            self.data_options(how),
+            dataclasses.replace(self.data_options(how), sides=self.sides(how.options)),
             batch_size=how.options.per_device_train_batch_size,
             name=name,
             whole=self.at_end,
@@ -328,6 +333,19 @@ class Pairs(_Completions):
             unscored = 0 if how.reader is None else how.reader.places(rows, "prompt_ids")
             ledger = dataclasses.replace(ledger, scored_tokens=ledger.tokens - ledger.rows - unscored)
         return rows, ledger
+
+
+@dataclass(frozen=True)
+class PairsWithReference(Pairs):
+    """A chosen and a rejected completion, and a third one, in the column `reference`, that is learned as it is."""
+
+    learned: Callable[[Any], bool] = lambda options: True
+    """Whether, under some options, the third one is learned; rows need none where it is not."""
+
+    completions = 3
+
+    def sides(self, options: Any) -> tuple[str, ...]:
+        return (*SIDES, "reference") if self.learned(options) else SIDES
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ COLUMNS = {
     1: ("input_ids",),
     2: ("prompt_ids", "completion_ids"),
     3: ("prompt_ids", "chosen_ids", "rejected_ids"),
+    4: ("prompt_ids", "chosen_ids", "rejected_ids", "reference_ids"),
 }
 """Of a prepared row, by how many parts it has."""
 

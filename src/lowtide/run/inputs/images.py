@@ -183,7 +183,7 @@ def check_takes_images(
     if not takes:
         raise ValueError(
             f"{title} has images, and {method} takes text alone: lowtide trains on images by SFT, distillation, DPO, "
-            "CPO, ORPO, KTO, BCO, reward modelling, GRPO, RLOO, online DPO and PPO"
+            "CPO, TPO, ORPO, KTO, BCO, reward modelling, GRPO, RLOO, online DPO and PPO"
         )
     if not encodes_images(model):
         raise ValueError(

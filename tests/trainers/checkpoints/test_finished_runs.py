@@ -22,7 +22,9 @@ def test_a_finished_run_trains_nothing_more(options, tmp_path, caplog):
         assert again.run.losses == []
         assert_same(weights(again), finished)
         assert "nothing is left to train" in caplog.text
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4", "metrics.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("checkpoint-2", "checkpoint-4", "metrics.jsonl", "report.html")
+    }
 
 
 def test_a_stream_that_is_finished_is_not_read(tmp_path):

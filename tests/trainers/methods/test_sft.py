@@ -474,7 +474,7 @@ def test_nothing_is_left_behind(tmp_path, rows, tokenizer):
     args = config(tmp_path / "run", save_strategy="steps", save_steps=2, save_total_limit=1)
     trainer = SFTTrainer(build(), args, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
-    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-6", "metrics.jsonl"]
+    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoint-6", "metrics.jsonl", "report.html"]
     shutil.rmtree(tmp_path / "run")
     assert dataclasses.is_dataclass(args)
 

@@ -77,7 +77,7 @@ class Ledger:
 
     def summary(self) -> str:
         """The ledger in one line, for logs."""
-        parts = (f"{label} {value}" + (f" ({note})" if note else "") for label, value, note in self._lines())
+        parts = (f"{label} {value}" + (f" ({note})" if note else "") for label, value, note in self.lines())
         return f"{self.name}: {' | '.join(parts)}"
 
     def __rich__(self) -> Table:
@@ -92,11 +92,12 @@ class Ledger:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
         table.add_column(style="dim", overflow="fold")
-        for label, value, note in self._lines():
+        for label, value, note in self.lines():
             table.add_row(Text(label), Text(value), Text(note))
         return table
 
-    def _lines(self) -> list[tuple[str, str, str]]:
+    def lines(self) -> list[tuple[str, str, str]]:
+        """What became of the rows: a name, a number, a note."""
         mean = self.tokens / self.rows if self.rows else 0.0
         everything = self.tokens + self.tokens_cut + self.tokens_dropped
         lines = [

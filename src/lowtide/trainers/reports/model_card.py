@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -101,22 +101,28 @@ class Card:
         return hasattr(self.trainer.model, "peft_config")
 
     def _card_text(self, name: str) -> str:
-        parts = [f"# {name}", self._what_it_is(self.dataset_name), "## Use", *self._use(name)]
+        parts = [f"# {name}", self.what_it_is(linked=True), "## Use", *self._use(name)]
         parts += ["## Training", *self._training()]
         if self.command is not None:
-            parts.append(f"This repeats the run:\n\n```bash\n{shlex.join(map(_without_folder, self.command))}\n```")
-        packages = (*PACKAGES, "peft") if self._is_adapter else PACKAGES
-        parts += ["## Versions", _table(("package", "version"), ((each, version(each)) for each in packages))]
+            parts.append(f"This repeats the run:\n\n```bash\n{shlex.join(map(without_folder, self.command))}\n```")
+        parts += ["## Versions", _table(("package", "version"), self.versions.items())]
         if self.method.paper is not None:
             parts += ["## Citation", f"The method is from:\n\n```bibtex\n{self.method.paper.citation}\n```"]
         return "\n\n".join([*parts, MARK]) + "\n"
 
-    def _what_it_is(self, dataset_name: str | None) -> str:
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the packages that trained."""
+        return {each: version(each) for each in ((*PACKAGES, "peft") if self._is_adapter else PACKAGES)}
+
+    def what_it_is(self, *, linked: bool = False) -> str:
+        """A sentence; with links as Markdown has them, or without any."""
         what = "An adapter of" if self._is_adapter else "A fine-tuned version of"
-        base = _linked(self._base_model, "") or "a new model"
-        data = f" on {_linked(dataset_name, 'datasets/')}" if dataset_name else ""
+        named: Callable[[str | None, str], str] = _linked if linked else lambda name, _: without_folder(name or "")
+        base = named(self._base_model, "") or "a new model"
+        data = f" on {named(self.dataset_name, 'datasets/')}" if self.dataset_name else ""
         paper = self.method.paper
-        method = f"[{self.method.title}]({paper.url})" if paper is not None else self.method.title
+        method = f"[{self.method.title}]({paper.url})" if linked and paper is not None else self.method.title
         return f"{what} {base}, trained with {method}{data} by lowtide."
 
     def _use(self, name: str) -> list[str]:
@@ -166,7 +172,7 @@ def _metrics(logged: Mapping[str, Any]) -> dict[str, str]:
     return {f"`{name}`": f"{logged[name]:.4g}" for name in names if isinstance(logged[name], float)}
 
 
-def _without_folder(word: str) -> str:
+def without_folder(word: str) -> str:
     """A word of a command; a path by its last part, which says nothing of its machine."""
     return Path(word).name if os.path.exists(word) and not _on_hub(word) else word
 

@@ -23,6 +23,7 @@ class Reported(Protocol):
     resumption: Any
     step_taker: Any
     run_log: Any
+    card: Any
 
     @property
     def method(self) -> Method: ...

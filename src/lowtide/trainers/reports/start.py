@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -27,11 +28,14 @@ from lowtide.planner.devices import device_named
 from lowtide.ranks.sharding import Sharding
 from lowtide.ranks.shards import whole_shape
 from lowtide.run.engine import Engine
+from lowtide.run.options.secrets import without_secrets
 from lowtide.run.options.without_effect import without_effect
 from lowtide.run.streamed_weights import text_of
 from lowtide.terminal import Console
 from lowtide.trainers.reports.memory_bar import memory_bar
+from lowtide.trainers.reports.model_card import without_folder
 from lowtide.trainers.reports.reported import Reported
+from lowtide.trainers.reports.run_page import PAGE, RunPage
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +57,14 @@ class StartReport(TrainerCallback):
         self.states = predict_states(trainer.model, trainer.optimizer_maker.name)
         self.stream = stream_of(trainer.model)
         self.first_step, self.begun = 0, time.perf_counter()
+        self.told: list[tuple[str, str]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.first_step, self.begun = state.global_step, time.perf_counter()
         if not state.is_world_process_zero:
             return
-        ledger = self.trainer.ledger
-        for line in (*(f"{name}: {text}" for name, text in self.lines()), *([ledger.summary()] if ledger else [])):
+        ledger, self.told = self.trainer.ledger, self.lines()
+        for line in (*(f"{name}: {text}" for name, text in self.told), *([ledger.summary()] if ledger else [])):
             logger.info(line)
         if args.disable_tqdm:
             for name, text in without_effect(args):
@@ -69,7 +74,7 @@ class StartReport(TrainerCallback):
         table = Table(title="lowtide", title_justify="left", show_header=False, box=None, pad_edge=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        for name, text in self.lines():
+        for name, text in self.told:
             table.add_row(name, escape(text))
         table.add_row("memory", self.bar())
         console.print(table)
@@ -190,6 +195,9 @@ class StartReport(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and not args.disable_tqdm:
             print("\n".join(self.summary()), file=sys.stderr, flush=True)
+        if state.is_world_process_zero and state.global_step > self.first_step:
+            with contextlib.suppress(OSError):  # the run is worth more than its page
+                self.page().write(Path(str(args.output_dir)) / PAGE)
         if args.memory_report and state.is_world_process_zero:
             path = Path(args.memory_report)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,6 +224,40 @@ class StartReport(TrainerCallback):
             lines.append(f"The best checkpoint is {state.best_model_checkpoint} ({metric}).")
         return lines
 
+    def page(self) -> RunPage:
+        """What `report.html` says of the run."""
+        trainer, args, state, card = self.trainer, self.trainer.args, self.trainer.state, self.trainer.card
+        last = {name: value for each in state.log_history for name, value in each.items()}
+        prediction, mark = trainer.run_log.prediction, trainer.run_log.mark
+        figures = {
+            "steps": f"{state.global_step:,}",
+            "time of this training": str(timedelta(seconds=round(time.perf_counter() - self.begun))),
+            "tokens": f"{last['num_tokens']:,.0f}" if "num_tokens" in last else None,
+            "tokens a second": f"{last['tokens_per_second']:,.0f}" if "tokens_per_second" in last else None,
+            "peak memory": bytes_text(mark.bytes),
+            "peak predicted": bytes_text(prediction.bytes) if prediction else None,
+            "loss, last": f"{last['loss']:.4g}" if "loss" in last else None,
+            "loss, evaluated": f"{last['eval_loss']:.4g}" if "eval_loss" in last else None,
+        }
+        settings = without_secrets(args.requested)
+        return RunPage(
+            title=Path(str(args.output_dir)).resolve().name,
+            about=card.what_it_is(),
+            facts={name: text for name, text in figures.items() if text},
+            logs=state.log_history,
+            lines=self.told,
+            raised=mark.raised,
+            states=self.states_by_kind(),
+            ledger=trainer.ledger.lines() if trainer.ledger else (),
+            settings={name: without_folder(str(value)) for name, value in settings.items() if value not in (None, {})},
+            versions=card.versions,
+        )
+
+    def states_by_kind(self) -> dict[str, int | None]:
+        """The bytes that stay."""
+        states = self.states
+        return {"weights": states.weights, "gradients": states.gradients, "optimizer": states.optimizer}
+
     def memory_report(self) -> dict[str, Any]:
         """Peaks, the rehearsed one too, states by category, `tokens_per_second` and the ledger."""
         trainer = self.trainer
@@ -226,11 +268,7 @@ class StartReport(TrainerCallback):
             "predicted_bytes": trainer.predicted_bytes,
             "rehearsed_bytes": trainer.rehearsed_bytes,
             "states_bytes": self.states.total,
-            "states": {
-                "weights": self.states.weights,
-                "gradients": self.states.gradients,
-                "optimizer": self.states.optimizer,
-            },
+            "states": self.states_by_kind(),
             "tokens_per_second": trainer.step_taker.tokens / seconds if seconds else None,
             "steps": trainer.state.global_step,
             "ledger": trainer.ledger.to_dict() if trainer.ledger else None,

@@ -121,3 +121,19 @@ def test_a_config_that_is_none_ends_the_check(folder, capsys, config):
     (folder / "m" / "config.json").write_text(config)
     assert main(["check", "run.yaml"]) == 2
     assert "the config of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer.json", b"\x00\xff", "is not JSON"),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": "x", "merges": []}}', "is no tokenizer"),
+        ("tokenizer_config.json", b"[1]", "holds no JSON object"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_named(folder, capsys, name, content, said):
+    (folder / "m" / name).write_bytes(content)
+    status, found = checked("dpo --model m --dataset pairs.jsonl", capsys)
+    assert status == 2
+    assert [what for what, (ok, _) in found.items() if not ok] == ["tokenizer"]
+    assert f"{name} {said}" in found["tokenizer"][1]

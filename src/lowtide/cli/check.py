@@ -22,6 +22,7 @@ from lowtide.cli.planning.described_run import add_lengths
 from lowtide.cli.training import train
 from lowtide.compat.argparse import Subparsers
 from lowtide.methods import METHODS
+from lowtide.parsing import parse_json
 
 if TYPE_CHECKING:
     from lowtide.cli.training.train import TrainingCommand
@@ -31,6 +32,7 @@ YAML = (".yaml", ".yml")
 SAYS_METHOD = re.compile(r"^#.*\blowtide ([a-z0-9-]+)\b", re.MULTILINE)
 PAIRS, UNPAIRED = ("dpo", "orpo", "cpo", "reward"), ("kto", "bco")
 """Methods whose rows are pairs, and single completions."""
+OF_A_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         Checked("options", f"{len(given.values) - 1} given, for {given.method}, all known and within their ranges")
     ]
     found.append(_output(given, arguments))
+    if given.what.model is not None and (folder := Path(given.what.model).expanduser()).is_dir():
+        found.append(_tried("tokenizer", lambda: _tokenizer(folder)))
     if not arguments.memory:
         os.environ.setdefault("USE_TORCH", "0")  # which datasets reads: the first rows need no torch
     rows: list[dict[str, Any]] = []
@@ -150,6 +154,26 @@ def _output(given: TrainingCommand, arguments: argparse.Namespace) -> Checked:
     if not os.access(there, os.W_OK):
         return Checked("output folder", f"{there} cannot be written: name another --output_dir than {output}", ok=False)
     return Checked("output folder", f"{output}{'' if output.exists() else ', which is made'}")
+
+
+def _tokenizer(folder: Path) -> str:
+    """Reads the files of a model's tokenizer, without the classes that need torch."""
+    from tokenizers import Tokenizer
+
+    there = [folder / name for name in OF_A_TOKENIZER if (folder / name).exists()]
+    for file in there:
+        try:
+            is_object = isinstance(parse_json(file.read_text(encoding="utf-8")), dict)
+        except ValueError as error:
+            raise ValueError(f"{file} is not JSON ({error})") from error
+        if not is_object:
+            raise ValueError(f"{file} holds no JSON object")
+    if (folder / "tokenizer.json") in there:
+        try:
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the type is the library's own, and is no other than `Exception`
+            raise ValueError(f"{folder / 'tokenizer.json'} is no tokenizer ({error})") from error
+    return f"{', '.join(file.name for file in there)} can be read" if there else "no file of it is beside the model"
 
 
 def _rows(given: TrainingCommand, first: list[dict[str, Any]]) -> str:
@@ -226,7 +250,7 @@ def _of_tokenizer(folder: Path) -> tuple[str | None, dict[str, str]]:
     """The template that lies in a folder, and the tokens that it may write."""
     config: dict[str, Any] = {}
     if (folder / "tokenizer_config.json").is_file():
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     special = {name: _token(value) for name, value in config.items() if name.endswith("_token") and value}
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8"), special

@@ -98,6 +98,15 @@ def test_a_model_without_adapters_is_written_in_another_dtype(tmp_path):
     assert torch.equal(weights["lm_head.weight"], model.lm_head.weight.bfloat16())
 
 
+def test_weights_beyond_the_range_of_a_dtype_are_told(tmp_path, caplog):
+    model = build()
+    save_merged(model, tmp_path, dtype=torch.float16)
+    assert "NaN or infinity" not in caplog.text
+    model.lm_head.weight.data[0, 0] = 1e6
+    save_merged(model, tmp_path, dtype=torch.float16)
+    assert "1 of the weights that are written hold NaN or infinity (lm_head.weight first)" in caplog.text
+
+
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("make", QUANTIZED.values(), ids=QUANTIZED.keys())
 def test_a_quantized_base_is_dequantized(make, use_dora, folder, tmp_path):

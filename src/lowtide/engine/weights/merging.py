@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +32,8 @@ from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.sharded.shard_files import OF_A_MODEL, WeightFiles, missing_shards, shards_in
 from lowtide.own_files import share_file
 from lowtide.ranks.shards import held_whole
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 2 << 30
 INDEX = "model.safetensors.index.json"
@@ -325,6 +328,21 @@ def _layer_of(name: str) -> str:
     return ".".join(words[: number + 1])
 
 
+def _telling_of_no_numbers(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same weights; warns in the end of those that hold NaN or infinity, as float16 makes of large ones."""
+    wrong = []
+    for name, tensor in weights:
+        has_infinity = tensor.is_floating_point() and tensor.element_size() > 1
+        if has_infinity and not tensor.isfinite().all():
+            wrong.append(name)
+        yield name, tensor
+    if wrong:
+        logger.warning(
+            f"{len(wrong):,} of the weights that are written hold NaN or infinity ({wrong[0]} first): the adapters or "
+            "the model do, or they are beyond the range of the dtype"
+        )
+
+
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
     from safetensors.torch import save_file
 
@@ -341,7 +359,7 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, max_bytes
         share_file(folder / f"model-{len(shards):05}.safetensors")
         shard.clear()
 
-    for name, tensor in weights:
+    for name, tensor in _telling_of_no_numbers(weights):
         size = tensor.numel() * tensor.element_size()
         if shard and held + size > max_bytes:
             write()

@@ -137,3 +137,11 @@ def test_a_tokenizer_that_is_none_is_named(folder, capsys, name, content, said):
     assert status == 2
     assert [what for what, (ok, _) in found.items() if not ok] == ["tokenizer"]
     assert f"{name} {said}" in found["tokenizer"][1]
+
+
+def test_what_rows_hold_is_shown_escaped(folder, capsys):
+    (folder / "odd.jsonl").write_text(json.dumps({"messages": [{"role": "\x1b]0;a\x07", "content": 3}]}))
+    assert main(["check", "sft", "--model", "m", "--dataset", "odd.jsonl"]) == 2
+    said = capsys.readouterr().out
+    assert "NO  columns" in said
+    assert "\x1b" not in said

@@ -46,6 +46,7 @@ def test_the_dtype_can_be_chosen(model, adapter, tmp_path):
         ({"--model": "./nowhere"}, "model './nowhere' cannot be loaded"),
         ({"--output_dir": "adapter"}, "is a folder that is read from"),
         ({"--output_dir": "file"}, "is a file"),
+        ({"--output_dir": ""}, "--output_dir: is empty"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(model, adapter, tmp_path, monkeypatch, capsys, change, message):

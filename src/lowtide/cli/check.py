@@ -21,6 +21,7 @@ from lowtide.cli.endings import DOES_NOT_FIT, USER_ERROR, UsageError
 from lowtide.cli.planning.described_run import add_lengths
 from lowtide.cli.training import train
 from lowtide.compat.argparse import Subparsers
+from lowtide.escaping import shown
 from lowtide.methods import METHODS
 from lowtide.parsing import parse_json
 
@@ -128,7 +129,7 @@ def _show(found: Sequence[Checked], estimate: Any, *, as_json: bool) -> None:
         print(json.dumps(told | ({} if estimate is None else {"memory": estimate}), indent=2))
         return
     for each in found:
-        print(f"{'ok ' if each.ok else 'NO '} {each.what}: {each.said}")
+        print(shown(f"{'ok ' if each.ok else 'NO '} {each.what}: {each.said}"))
     if ok and estimate is None:
         print("Not looked at: weights, how options go together, and memory; --memory does the last two.")
 

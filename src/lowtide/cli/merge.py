@@ -14,6 +14,7 @@ from typing import Any
 from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
 from lowtide.engine.weights.places import named_base
+from lowtide.escaping import shown
 from lowtide.parsing import parse_json
 
 ADAPTER_FILE = "adapter_config.json"
@@ -32,13 +33,21 @@ def add_parser(subparsers: Subparsers) -> None:
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--adapter", type=Path, metavar="DIR", help="the folder of a trained adapter")
     given.add_argument("--checkpoint", type=Path, metavar="DIR", help="the folder of a model in a file for each rank")
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="where to write the merged model")
+    parser.add_argument(
+        "--output_dir", type=_folder, required=True, metavar="DIR", help="where to write the merged model"
+    )
     parser.add_argument(
         "--model", metavar="M", help="the model that it was trained on: a folder or hub name (default: as it says)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are stored)")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     parser.set_defaults(run=run)
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("is empty: name a folder")
+    return Path(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     if output.is_file():
         raise UsageError(f"--output_dir {output} is a file: give a folder")
     has_tokenizer = _join(arguments) if arguments.checkpoint else _merge(arguments)
-    print(f"The merged model is in {output}" + ("." if has_tokenizer else "; no tokenizer was found to write with it."))
+    print(
+        shown(
+            f"The merged model is in {output}{'.' if has_tokenizer else '; no tokenizer was found to write with it.'}"
+        )
+    )
     return 0
 
 

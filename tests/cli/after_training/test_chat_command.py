@@ -118,6 +118,7 @@ def test_the_last_whole_checkpoint_answers_while_the_run_goes_on(talker, says, c
     [
         (["nowhere/at/all"], "there is no folder 'nowhere/at/all'"),
         (["."], "holds no model, no adapter and no checkpoint"),
+        (["{talker}", "--device", "meta"], "--device 'meta' cannot be used here"),
         (["{talker}", "--device", "tpu9"], "--device 'tpu9' cannot be used here"),
         (["{talker}", "--temperature", "-1"], "--temperature=-1 must be at least 0"),
         (["{talker}", "--dtype", "int8"], "dtype"),

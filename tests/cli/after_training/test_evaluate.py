@@ -71,6 +71,7 @@ def test_the_method_is_that_of_the_run_file(tmp_path):
         (["--data", "first.jsonl", "--method", "grpo"], "grpo learns from rewards"),
         (["--data", "first.jsonl", "--method", "dpo"], "give the model that training began with by --ref_model"),
         (["--data", "first.jsonl", "--ref_model", "M"], "--ref_model has no effect with sft"),
+        (["--data", "first.jsonl", "--device", "x"], "--device 'x' cannot be used here"),
         (["--data", "frist.jsonl"], "Did you mean 'first.jsonl'?"),
     ],
 )

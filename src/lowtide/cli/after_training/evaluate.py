@@ -16,6 +16,7 @@ from lowtide.cli.after_training.held_out import losses, method_of
 from lowtide.cli.endings import UsageError
 from lowtide.cli.options import whole_number
 from lowtide.compat.argparse import Subparsers
+from lowtide.escaping import shown
 from lowtide.spelling import nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -70,8 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("there is nothing to measure: give datasets by --data, or names of tasks by --tasks")
     if arguments.tasks and find_spec("lm_eval") is None:
         raise UsageError("--tasks requires lm-eval, which is not installed: pip install 'lowtide[eval]'")
-    from lowtide.cli.after_training.loaded_run import folder_of
+    from lowtide.cli.after_training.loaded_run import device_of, folder_of
 
+    device_of(arguments.device)
     models = [folder_of(each) for each in (arguments.model, *arguments.beside)]
     found: dict[str, Any] = {}
     if arguments.data:
@@ -90,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(arguments.output, json.dumps(found, indent=2, default=str) + "\n")
-        print(f"Written: {arguments.output}")
+        print(shown(f"Written: {arguments.output}"))
     return 0
 
 

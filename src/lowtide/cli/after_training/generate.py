@@ -23,6 +23,7 @@ from lowtide.cli.after_training.writing_options import (
 from lowtide.cli.endings import UsageError
 from lowtide.cli.options import whole_number
 from lowtide.compat.argparse import Subparsers
+from lowtide.escaping import shown
 from lowtide.spelling import nearest
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
             behind, seconds = first + len(groups), time.monotonic() - start
             left = seconds * (len(prompts) - behind) / (behind - done)
             _say(f"{behind:,} of {len(prompts):,} prompts, {written:,} tokens, {seconds:.0f} s, {left:.0f} s left")
-    print(f"Written: {arguments.output} ({len(prompts) * arguments.num_generations:,} completions)")
+    print(shown(f"Written: {arguments.output} ({len(prompts) * arguments.num_generations:,} completions)"))
     return 0
 
 

@@ -99,7 +99,7 @@ def load_run(
     Raises:
         ValueError: there is no such model or device, or a model writes nothing.
     """
-    where = _device(device)
+    where = device_of(device)
     name = folder_of(run)
     _check_writes(name, trust_remote_code)
     tokenizer = _tokenizer(name, trust_remote_code)
@@ -119,12 +119,17 @@ def load_run(
     return LoadedRun(model, tokenizer, generator, by, stop_ids(model, tokenizer), wishes)
 
 
-def _device(given: str | None) -> torch.device:
+def device_of(given: str | None) -> torch.device:
+    """The device of a name; of None a GPU where there is one.
+
+    Raises:
+        ValueError: there is none, or it holds no values.
+    """
     if given is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(given)
-        torch.empty(0, device=device)
+        torch.empty(1, device=device).cpu()  # which fails on "meta", where there are no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {given!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from lowtide.compat.argparse import Subparsers
+from lowtide.escaping import shown
 
 NAME = Path("lowtide-gpus.html")
 
@@ -32,5 +33,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(html_of(grid()), encoding="utf-8")
-    print(f"Written: {arguments.output}. Open it in a browser.")
+    print(shown(f"Written: {arguments.output}. Open it in a browser."))
     return 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.cli.options import whole_number
 from lowtide.cli.training import train
 from lowtide.compat.argparse import Subparsers
+from lowtide.escaping import shown
 
 if TYPE_CHECKING:
     from lowtide.planner.estimate import Estimate
@@ -90,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         effect = advice.peak_bytes and profile.predicted_bytes and compared(advice.peak_bytes, profile.predicted_bytes)
         told = f"; predicted peak of tensors {effect}" if effect else ""
         print(f"To change first: {advice.text}, for the {advice.category} ({advice.saves}){told}.")
-    print(f"Written: profile.html, profile.png and profile.json in {folder}")
+    print(shown(f"Written: profile.html, profile.png and profile.json in {folder}"))
     return 0
 
 

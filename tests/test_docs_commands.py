@@ -19,7 +19,7 @@ from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.demo.preferences import labelled_rows, pair_rows
 from tests.support.models import classifying, masked_texts, pairs_of_texts, replaced_tokens, tagging, vision_models
 from tests.support.models.classifiers import classifier
-from tests.support.pages.pages import DOCS, PAGES, command_lines
+from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced
 
 QUESTIONS = make_questions(10, seed=0)[0][:16]
 MODELS = (
@@ -130,7 +130,9 @@ def lay_out(words: list[str], method: str) -> None:
         Path(name).parent.mkdir(exist_ok=True)
         if not Path(name).exists():
             Path(name).write_text(yaml.safe_dump(run), encoding="utf-8")
-    Path("my_module.py").write_text("def my_reward(completions, **rest):\n    return [0.5 for _ in completions]\n")
+    losses = fenced("own-losses.md", "python")[0]
+    rewards = "def my_reward(completions, **rest):\n    return [0.5 for _ in completions]\n"
+    Path("my_module.py").write_text(losses + rewards, encoding="utf-8")
     if not Path("org").exists():
         classifier(vocab_size=len(make_tokenizer())).save_pretrained("org/reward-model")
         make_tokenizer().save_pretrained("org/reward-model")

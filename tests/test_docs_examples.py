@@ -47,7 +47,7 @@ TRAINERS = (
 RUN = (
     *(f"{method}.md" for method in TRAINERS),
     *MEMORY,
-    *("chains.md", "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md", "a-step.md"),
+    *("chains.md", "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md", "a-step.md", "own-losses.md"),
 )
 """Pages whose Python tests below run."""
 ALONE = ("after-training.md",)
@@ -165,6 +165,13 @@ def test_the_command_lines_of_answers(page):
 @pytest.mark.parametrize("page", ["rollouts.md", "rewards.md"])
 def test_the_examples_of_writing_and_rewarding(page):
     trainer = run(page)["trainer"]
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
+def test_a_loss_of_ones_own_is_trained_with():
+    Path("my_module.py").write_text(fenced("own-losses.md", "python")[0], encoding="utf-8")
+    trainer = run("own-losses.md")["trainer"]
+    assert trainer.args.loss_type == ["my_module.my_loss", "sft"]
     assert trainer.state.global_step == trainer.args.max_steps
 
 

@@ -12,6 +12,9 @@ from dataclasses import Field, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+PATH = "my_module.my_loss"
+"""Among the `choices` of an option: any path of what a user has written may stand there."""
+
 
 @dataclass(frozen=True)
 class Range:

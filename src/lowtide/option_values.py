@@ -20,9 +20,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lowtide.option import FINITE, Group, Range
+from lowtide.option import FINITE, PATH, Group, Range
 from lowtide.parsing import parse_json, parse_yaml
 from lowtide.spelling import nearest
+
+IS_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+"""A path as Python writes it, of a name in a module."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Option:
                 return each
         if value is self.default:
             return value
-        if isinstance(value, str) and (value in (*self.choices, *self.literals) or value == self.default):
+        if isinstance(value, str) and (self._chooses(value) or value in self.literals or value == self.default):
             return value
         for kind, convert in CONVERTERS.items():
             if kind not in self.kinds or (self.choices and kind is str):
@@ -110,9 +113,13 @@ class Option:
             raise TypeError
         value = _json_list(value)
         items = [self._item(plain(each)) for each in (value if isinstance(value, list | tuple | set) else [value])]
-        if self.choices and not set(items) <= set(self.choices):
+        if self.choices and not all(map(self._chooses, items)):
             raise ValueError
         return items
+
+    def _chooses(self, value: Any) -> bool:
+        """Whether a value is one of the choices, or a path where one may stand among them."""
+        return value in self.choices or (PATH in self.choices and bool(IS_PATH.fullmatch(str(value))))
 
     def _item(self, value: Any) -> Any:
         if isinstance(value, Mapping) and dict in self.items:
@@ -138,7 +145,7 @@ class Option:
     def _refusal(self, value: Any) -> ValueError:
         if self.choices:
             items = value if isinstance(value, list | tuple | set) else [value]
-            wrong = next((each for each in items if plain(each) not in self.choices), value)
+            wrong = next((each for each in items if not self._chooses(plain(each))), value)
             near = nearest(str(wrong), self.choices)
             return ValueError(f"{self.name}={value!r} is not one of {', '.join(self.choices)}{near}")
         return ValueError(f"{self.name}={shown(value)} must be {self.expects()}")

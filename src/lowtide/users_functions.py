@@ -1,4 +1,5 @@
-"""Functions that a user passes, such as `compute_metrics`: what they raise goes on, with a note of whose it is.
+"""Functions that a user passes, such as `compute_metrics`: what they raise goes on, with a note of whose it is. And
+those that a user names, by a path such as `my_module.my_reward`.
 
 The traceback is what the function's author needs; among the frames of a training the note says where to look.
 """
@@ -6,10 +7,15 @@ The traceback is what the function's author needs; among the frames of a trainin
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from lowtide.spelling import nearest
 
 
 @contextlib.contextmanager
@@ -53,3 +59,51 @@ def called_for_user(argument: str, function: Any) -> Iterator[None]:
         name = getattr(function, "__qualname__", type(function).__name__)
         error.add_note(f"This was raised by {argument}, a function that was passed ({name}).")
         raise
+
+
+def find_function(path: str, title: str) -> Callable[..., Any]:
+    """What can be called at a dotted path, `my_module.my_function`; modules are looked for in the current folder too.
+
+    Args:
+        title: what messages call it.
+
+    Raises:
+        ValueError: there is none; says where it was looked for.
+    """
+    found = find_named(path, title)
+    if not callable(found):
+        raise ValueError(f"{title} {path!r} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+def find_named(path: str, title: str) -> Any:
+    """As `find_function`, what stands at a path, of any kind."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise ValueError(f"{title} {path!r} is no path of a function such as my_module.my_function")
+    module = _import(module_name, f"{title} {path!r}")
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise ValueError(
+            f"{title} {path!r}: module {module_name!r} ({getattr(module, '__file__', 'built in')}) has no "
+            f"{attribute!r}{nearest(attribute, vars(module))}"
+        )
+    return found
+
+
+def _import(module: str, title: str) -> Any:
+    """A module, that of the current folder before others of its name."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(f"{title}: importing {module!r} failed: {error}") from error
+        raise ValueError(
+            f"{title}: there is no module {module!r}, neither installed nor as a file in {folder}"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{title}: importing {module!r} failed with {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(folder)

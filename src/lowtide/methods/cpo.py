@@ -11,14 +11,14 @@ from lowtide.methods.shared.preference import ReadPairs, pair_metrics, pair_obje
 from lowtide.methods.shared.rows import Pairs
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.reference_free import LOSSES, alpha_reward
-from lowtide.option import FINITE, NOT_NEGATIVE, SHARE, option
+from lowtide.option import FINITE, NOT_NEGATIVE, PATH, SHARE, option
 
 
 @dataclass(kw_only=True)
 class CPOOptions(CompletionOptions, VisionOptions):
     """The options of contrastive preference optimization, under TRL's names and with its defaults."""
 
-    loss_type: str = option("sigmoid", "The contrast: CPO's, a hinge, IPO's, or SimPO's.", choices=[*LOSSES])
+    loss_type: str = option("sigmoid", "The contrast: CPO's, a hinge, IPO's, or SimPO's.", choices=[*LOSSES, PATH])
     beta: float = option(0.1, "Temperature of the contrast.", NOT_NEGATIVE)
     label_smoothing: float = option(0.0, "Share of flipped labels (sigmoid, simpo).", SHARE)
     cpo_alpha: float = option(

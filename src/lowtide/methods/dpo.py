@@ -19,7 +19,7 @@ from lowtide.methods.shared.preference import ReadPairs, pair_metrics, pair_obje
 from lowtide.methods.shared.rows import Pairs
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.objectives.preference import DIVERGENCES, LOSSES
-from lowtide.option import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, option
+from lowtide.option import FINITE, NOT_NEGATIVE, PATH, POSITIVE, SHARE, option
 
 SFT_LOSS = "sft"
 """The loss type that is the negative log-likelihood a token of the chosen completions."""
@@ -30,7 +30,7 @@ class DPOOptions(CompletionOptions, ReferenceOptions, VisionOptions):
     """The options of direct preference optimization, under TRL's names and with its defaults."""
 
     loss_type: list[str] | str = option(
-        ["sigmoid"], "One loss, or several whose weighted sum is taken.", choices=[*LOSSES, SFT_LOSS]
+        ["sigmoid"], "One loss, or several whose weighted sum is taken.", choices=[*LOSSES, SFT_LOSS, PATH]
     )
     loss_weights: list[float] | None = option(None, "Weight of each of several losses. None: 1 each.", NOT_NEGATIVE)
     beta: float = option(0.1, "How closely the policy keeps to the reference; tau of IPO.", NOT_NEGATIVE)
@@ -77,7 +77,9 @@ class DPOOptions(CompletionOptions, ReferenceOptions, VisionOptions):
                 f"loss_weights has {len(self.loss_weights)} weights for the {len(self.loss_types)} losses of "
                 f"loss_type={self.loss_types}: give one for each"
             )
-        divergent = {name for name, loss in LOSSES.items() if "f_divergence_type" in loss.reads}
+        divergent = {
+            name for name, loss in {**LOSSES, **LOSSES.chosen(chosen)}.items() if "f_divergence_type" in loss.reads
+        }
         if self.f_divergence_type != "reverse_kl" and not chosen <= divergent | {SFT_LOSS}:
             raise ValueError(
                 f"f_divergence_type={self.f_divergence_type!r} would have no effect on loss_type="

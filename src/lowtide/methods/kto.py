@@ -25,7 +25,7 @@ from lowtide.methods.shared.unpaired import (
 from lowtide.objectives.kto import LOSSES, Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.ops.float64 import to_float64
-from lowtide.option import option
+from lowtide.option import PATH, option
 from lowtide.ragged import RaggedBatch
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class KTOOptions(UnpairedOptions):
     train_sampling_strategy: str = option(
         "sequential", "Order of the rows: mismatched completions come from the same batch if it is that of the data."
     )
-    loss_type: str = option("kto", "KTO's value against a baseline, or APO's without.", choices=[*LOSSES])
+    loss_type: str = option("kto", "KTO's value against a baseline, or APO's without.", choices=[*LOSSES, PATH])
 
     def settle(self: Any) -> None:
         """Says that a step of one row has a baseline of one mismatched pair; TRL refuses to train so."""

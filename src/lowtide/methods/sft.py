@@ -10,7 +10,7 @@ from lowtide.methods.shared.likelihood import likelihood
 from lowtide.methods.shared.options import TurnOptions, VisionOptions
 from lowtide.methods.shared.rows import Texts
 from lowtide.objectives.sft import LOSSES
-from lowtide.option import COUNT, NOT_NEGATIVE, option
+from lowtide.option import COUNT, NOT_NEGATIVE, PATH, option
 
 
 @dataclass(kw_only=True)
@@ -94,7 +94,7 @@ class SFTOptions(TextOptions, TurnOptions, VisionOptions):
     loss_type: str = option(
         "nll",
         "Negative log-likelihood, or dynamic fine-tuning (arXiv 2508.05629). TRL's chunked_nll is nll.",
-        choices=[*LOSSES, "chunked_nll"],
+        choices=[*LOSSES, "chunked_nll", PATH],
     )
     roles_to_train: list[str] | None = option(
         None, "With `assistant_only_loss`: the roles of the messages that are scored. None is the assistant's."
@@ -118,6 +118,7 @@ class SFTOptions(TextOptions, TurnOptions, VisionOptions):
         self.check_turns()
         if self.loss_type == "chunked_nll":  # TRL's older name of the same
             self.loss_type = "nll"
+        LOSSES.chosen([self.loss_type])  # a user's own is found now, or never
         if not self.assistant_only_loss:
             for name in ("roles_to_train", "train_on_last_turn_only"):
                 if getattr(self, name):

@@ -14,7 +14,7 @@ from lowtide.methods.shared.preference import ReadPairs, pair_metrics, pair_obje
 from lowtide.methods.shared.rows import PairsWithReference
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.reference_free import TPO_LOSSES
-from lowtide.option import NOT_NEGATIVE, SHARE, option
+from lowtide.option import NOT_NEGATIVE, PATH, SHARE, option
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class TPOOptions(CompletionOptions, VisionOptions):
     """The options of triple preference optimization, under TRL's names and with its defaults."""
 
     learning_rate: float = option(5e-7, "The initial learning rate.")
-    loss_type: str = option("sigmoid", "The contrast: TPO's, a hinge, IPO's, or TPO-L's.", choices=[*TPO_LOSSES])
+    loss_type: str = option("sigmoid", "The contrast: TPO's, a hinge, IPO's, or TPO-L's.", choices=[*TPO_LOSSES, PATH])
     beta: float = option(0.01, "Temperature of the contrast.", NOT_NEGATIVE)
     label_smoothing: float = option(0.0, "Share of flipped labels (sigmoid, tpo-l).", SHARE)
     tpo_alpha: float = option(

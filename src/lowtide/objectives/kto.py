@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lowtide.objectives.named import LossTable
+
 
 @dataclass(frozen=True)
 class Unpaired:
@@ -74,8 +76,9 @@ class UnpairedLoss:
     """It reads `rows.shift`, the mean log-ratio of mismatched completions over the whole batch."""
 
 
-LOSSES: dict[str, UnpairedLoss] = {
-    "kto": UnpairedLoss(kto, baseline=True),
-    "apo_zero_unpaired": UnpairedLoss(apo_zero_unpaired),
-}
+LOSSES = LossTable(
+    {"kto": UnpairedLoss(kto, baseline=True), "apo_zero_unpaired": UnpairedLoss(apo_zero_unpaired)},
+    lambda rows: rows.policy,
+    UnpairedLoss,
+)
 """The variants of KTO's `loss_type`."""

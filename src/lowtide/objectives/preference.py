@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lowtide.objectives.named import LossTable
+
 
 @dataclass(frozen=True)
 class Pairs:
@@ -212,20 +214,24 @@ class PairLoss:
 
 DIVERGENCE, SMOOTHING = frozenset({"f_divergence_type"}), frozenset({"label_smoothing"})
 
-LOSSES: dict[str, PairLoss] = {
-    "sigmoid": PairLoss(sigmoid, reads=DIVERGENCE),
-    "sigmoid_norm": PairLoss(sigmoid_norm, reads=DIVERGENCE),
-    "hinge": PairLoss(hinge, reads=DIVERGENCE),
-    "ipo": PairLoss(ipo, reads=DIVERGENCE, divides_by_beta=True),
-    "exo_pair": PairLoss(exo_pair, reads=DIVERGENCE | SMOOTHING),
-    "nca_pair": PairLoss(nca_pair),
-    "robust": PairLoss(robust, reads=DIVERGENCE | SMOOTHING),
-    "bco_pair": PairLoss(bco_pair),
-    "sppo_hard": PairLoss(sppo_hard, divides_by_beta=True),
-    "aot": PairLoss(aot, reads=SMOOTHING, whole=True),
-    "aot_unpaired": PairLoss(aot_unpaired, reads=SMOOTHING, whole=True),
-    "apo_zero": PairLoss(apo_zero),
-    "apo_down": PairLoss(apo_down),
-    "discopop": PairLoss(discopop, reads=DIVERGENCE | {"discopop_tau"}),
-}
+LOSSES = LossTable(
+    {
+        "sigmoid": PairLoss(sigmoid, reads=DIVERGENCE),
+        "sigmoid_norm": PairLoss(sigmoid_norm, reads=DIVERGENCE),
+        "hinge": PairLoss(hinge, reads=DIVERGENCE),
+        "ipo": PairLoss(ipo, reads=DIVERGENCE, divides_by_beta=True),
+        "exo_pair": PairLoss(exo_pair, reads=DIVERGENCE | SMOOTHING),
+        "nca_pair": PairLoss(nca_pair),
+        "robust": PairLoss(robust, reads=DIVERGENCE | SMOOTHING),
+        "bco_pair": PairLoss(bco_pair),
+        "sppo_hard": PairLoss(sppo_hard, divides_by_beta=True),
+        "aot": PairLoss(aot, reads=SMOOTHING, whole=True),
+        "aot_unpaired": PairLoss(aot_unpaired, reads=SMOOTHING, whole=True),
+        "apo_zero": PairLoss(apo_zero),
+        "apo_down": PairLoss(apo_down),
+        "discopop": PairLoss(discopop, reads=DIVERGENCE | {"discopop_tau"}),
+    },
+    lambda pairs: pairs.chosen,
+    PairLoss,
+)
 """The variants of DPO's `loss_type`, but for `sft`, which is a mean over tokens."""

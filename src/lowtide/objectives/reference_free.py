@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from lowtide.objectives.named import LossTable
+
 
 class Settings(Protocol):
     """The options that the losses read."""
@@ -99,15 +101,23 @@ def _targeted(gamma: str) -> ContrastLoss:
     )
 
 
-LOSSES: dict[str, ContrastLoss] = {
-    "sigmoid": ContrastLoss(sigmoid, reads=frozenset({"label_smoothing"})),
-    "hinge": ContrastLoss(hinge),
-    "ipo": ContrastLoss(ipo, per_token=True, divides_by_beta=True),
-    "simpo": _targeted("simpo_gamma"),
-}
+LOSSES = LossTable(
+    {
+        "sigmoid": ContrastLoss(sigmoid, reads=frozenset({"label_smoothing"})),
+        "hinge": ContrastLoss(hinge),
+        "ipo": ContrastLoss(ipo, per_token=True, divides_by_beta=True),
+        "simpo": _targeted("simpo_gamma"),
+    },
+    lambda contrast: contrast,
+    ContrastLoss,
+)
 """The variants of CPO's `loss_type`."""
-TPO_LOSSES = {
-    **{name: LOSSES[name] for name in ("sigmoid", "hinge", "ipo")},
-    "tpo-l": _targeted("tpo_l_gamma"),
-}
+TPO_LOSSES = LossTable(
+    {
+        **{name: LOSSES[name] for name in ("sigmoid", "hinge", "ipo")},
+        "tpo-l": _targeted("tpo_l_gamma"),
+    },
+    lambda contrast: contrast,
+    ContrastLoss,
+)
 """The variants of TPO's `loss_type`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from lowtide.objectives.named import LossTable
 from lowtide.ops.logits.linear_logprobs import ScoreLoss, TokenStats
 
 
@@ -36,5 +37,5 @@ def smoothed_nll(smoothing: float) -> ScoreLoss:
     return loss
 
 
-LOSSES: dict[str, ScoreLoss] = {"nll": nll, "dft": dft}
+LOSSES: LossTable[ScoreLoss] = LossTable({"nll": nll, "dft": dft}, lambda stats: stats.logprobs)
 """The variants of `loss_type`."""

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from lowtide.compat.argparse import actions_of, options_of, parsers_beneath
 from lowtide.compat.transformers import FieldParser
+from lowtide.option import PATH
 from lowtide.parsing import yaml_options
 from lowtide.process.environment import set_environment
 
@@ -42,6 +43,8 @@ class TrlParser(FieldParser):
 
     def add_field(self, parser: Any, field: Any) -> None:
         known = {name: value for name, value in field.metadata.items() if name in FOR_ARGPARSE}
+        if PATH in known.get("choices", ()):  # argparse takes choices alone, and the config looks at the path
+            del known["choices"]
         names = known.get("aliases", ())
         if names:
             names = [names] if isinstance(names, str) else names

@@ -267,7 +267,7 @@ def trainer_arguments(method: str, values: Mapping[str, Any]) -> dict[str, Any]:
     kinds = trainer_options(config_of(method))
     given = {name: values[name] for kind in kinds for name in option_names(kind) & values.keys()}
     if {"tools", "environment_factory", "rollout_func", "judge"} & given.keys():
-        from lowtide.rollout.rewards.named import find_function
+        from lowtide.users_functions import find_function
 
         for name in ("environment_factory", "rollout_func", "judge"):
             if given.get(name) is not None:

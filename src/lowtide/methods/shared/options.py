@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from lowtide.objectives.named import LossTable
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, Group, option
 from lowtide.option_values import in_float32
 
@@ -199,7 +200,7 @@ class ReferenceOptions(FollowedReference):
                     )
 
 
-def check_read(options: Any, names: Iterable[str], losses: Mapping[str, Any], chosen: Iterable[str]) -> None:
+def check_read(options: Any, names: Iterable[str], losses: LossTable[Any], chosen: Iterable[str]) -> None:
     """Refuses options that are set and that none of the chosen losses reads; what is 0 or None asks for nothing.
 
     Args:
@@ -213,9 +214,10 @@ def check_read(options: Any, names: Iterable[str], losses: Mapping[str, Any], ch
     """
     defaults = {each.name: each.default for each in fields(options)}
     chosen = list(chosen)
+    entries = losses.chosen(chosen).values()
     for name in names:
         value, readers = getattr(options, name), sorted(key for key, loss in losses.items() if name in loss.reads)
-        if value and value != defaults[name] and not set(readers) & set(chosen):
+        if value and value != defaults[name] and not any(name in loss.reads for loss in entries):
             raise ValueError(
                 f"{name}={value!r} would have no effect, since loss_type={', '.join(chosen)} does not read it: "
                 f"choose a loss that does ({', '.join(readers)}), or set {name} back to {defaults[name]!r}"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 from lowtide.rollout.rewards import builtin, published
 from lowtide.spelling import nearest
+from lowtide.users_functions import find_function
 
 BUILTIN: dict[str, Callable[..., Any]] = {
     "exact_answer": builtin.exact_answer,
@@ -51,45 +50,3 @@ def find_reward(name: str) -> Callable[..., Any]:
             "model here, and no path of a function such as my_module.my_reward"
         )
     return find_function(name, "reward")
-
-
-def find_function(path: str, title: str) -> Callable[..., Any]:
-    """What can be called at a dotted path, `my_module.my_function`; modules are looked for in the current folder too.
-
-    Args:
-        title: what messages call it.
-
-    Raises:
-        ValueError: there is none; says where it was looked for.
-    """
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise ValueError(f"{title} {path!r} is no path of a function such as my_module.my_function")
-    module = _import(module_name, f"{title} {path!r}")
-    found = getattr(module, attribute, None)
-    if found is None:
-        raise ValueError(
-            f"{title} {path!r}: module {module_name!r} ({getattr(module, '__file__', 'built in')}) has no "
-            f"{attribute!r}{nearest(attribute, vars(module))}"
-        )
-    if not callable(found):
-        raise ValueError(f"{title} {path!r} is a {type(found).__name__}, which cannot be called")
-    return found
-
-
-def _import(module: str, title: str) -> Any:
-    """A module, that of the current folder before others of its name."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ValueError(f"{title}: importing {module!r} failed: {error}") from error
-        raise ValueError(
-            f"{title}: there is no module {module!r}, neither installed nor as a file in {folder}"
-        ) from error
-    except Exception as error:
-        raise ValueError(f"{title}: importing {module!r} failed with {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(folder)

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from lowtide.methods import cpo, dpo, kto, sft, tpo
+from lowtide.methods.online import grpo
 from lowtide.methods.method import RowObjective
 from lowtide.objectives import kto as unpaired
-from lowtide.objectives import preference, reference_free
+from lowtide.objectives import policy_gradient, preference, reference_free
 from lowtide.objectives import sft as tokens
 from lowtide.objectives.kto import Unpaired
+from lowtide.objectives.policy_gradient import Written
 from lowtide.objectives.preference import Pairs
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.run.options.configs import config_class
@@ -22,11 +24,13 @@ from lowtide.run.options.configs import config_class
 NUMBERS = itertools.count()
 OWN = """
 import torch
-from lowtide.objectives import kto, preference, reference_free, sft
+from lowtide.objectives import kto, policy_gradient, preference, reference_free, sft
 from lowtide.objectives.preference import PairLoss
 
 nll, hinge, contrast, rows = sft.nll, preference.hinge, reference_free.hinge, kto.apo_zero_unpaired
 whole = PairLoss(preference.aot, reads=frozenset({"label_smoothing", "f_divergence_type"}), whole=True)
+clipped = policy_gradient.clipped
+per_completion = policy_gradient.PolicyLoss(clipped, policy_gradient.Scale.COMPLETION, reads=policy_gradient.CLIP)
 dividing = PairLoss(preference.ipo, divides_by_beta=True)
 number = 3
 
@@ -89,6 +93,22 @@ def test_losses_of_other_rows_are_found_likewise(module):
     assert torch.equal(tokens.LOSSES[f"{module}.nll"](stats), -stats.logprobs)
 
 
+def test_a_loss_of_tokens_that_a_policy_wrote_is_added_up_as_its_entry_says(module):
+    ratio, advantages = draw(2, 5).unbind()
+    of, lengths = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([3.0, 2.0])
+    zeros, window = torch.zeros(5), torch.full((5,), 4.0)
+    written = Written(draw(5), draw(5), advantages, of, lengths, window, zeros)
+    counts = {"scores": 5, "completions": 2}
+    found = {}
+    for name in ("clipped", "per_completion", "dapo", "grpo"):
+        path = name if name in policy_gradient.LOSSES else f"{module}.{name}"
+        options, variant = grpo.GRPOOptions(loss_type=path), policy_gradient.LOSSES[path]
+        found[name] = variant.fn(written, ratio, options) * grpo.scales(written, variant, counts, options)
+    assert torch.equal(found["clipped"], found["dapo"])
+    assert torch.equal(found["per_completion"], found["grpo"])
+    assert not torch.equal(found["dapo"], found["grpo"])
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -108,12 +128,12 @@ def test_what_it_raises_says_whose_it_is(module):
     assert "loss_type, a function that was passed (failing)" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("method", [dpo, cpo, tpo, kto, sft], ids=lambda method: method.METHOD.name)
+@pytest.mark.parametrize("method", [dpo, cpo, tpo, kto, sft, grpo], ids=lambda method: method.METHOD.name)
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("{}.hing", r"has no 'hing'; did you mean 'hinge'\?"),
-        ("{}.number", "number' is a int, and no function"),
+        ("{}.number", "number' is of type int, and no function"),
         ("no_such_module_here.loss", "there is no module 'no_such_module_here', neither installed nor as a file in"),
         ("hing.", r"loss_type='hing\.' is not one of"),
     ],

@@ -59,7 +59,7 @@ class LossTable(dict[str, Loss]):
             return dataclasses.replace(found, fn=self._checked(path, found.fn))
         if not callable(found):
             raise ValueError(
-                f"{NAME} {path!r} is a {type(found).__name__}, and no function that gives the losses of a batch"
+                f"{NAME} {path!r} is of type {type(found).__name__}, and no function that gives the losses of a batch"
             )
         checked: Any = self._checked(path, found)
         return checked if self._entry is None else self._entry(checked)

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lowtide.objectives.named import LossTable
 from lowtide.objectives.outcome import Mean
 from lowtide.ops.float64 import to_float64
 
@@ -194,28 +195,32 @@ class PolicyLoss:
 
 
 CLIP = frozenset({"epsilon", "epsilon_high", "delta"})
-LOSSES: dict[str, PolicyLoss] = {
-    "grpo": PolicyLoss(clipped, Scale.COMPLETION, reads=CLIP, beyond=beyond_clip),
-    "dr_grpo": PolicyLoss(clipped, Scale.LONGEST, reads=CLIP, beyond=beyond_clip),
-    "dapo": PolicyLoss(clipped, Scale.WINDOW, reads=CLIP, beyond=beyond_clip),
-    "bnpo": PolicyLoss(clipped, Scale.STEP, reads=CLIP, beyond=beyond_clip),
-    "luspo": PolicyLoss(clipped, Scale.SUM, reads=CLIP, beyond=beyond_clip),
-    "gmpo": PolicyLoss(
-        geometric_mean,
-        Scale.COMPLETION,
-        reads=frozenset({"epsilon_high"}),
-        beyond=beyond_log_clip,
-        of_tokens=True,
-    ),
-    "cispo": PolicyLoss(cispo, Scale.WINDOW, reads=frozenset({"epsilon_high"})),
-    "sapo": PolicyLoss(sapo, Scale.COMPLETION, reads=frozenset({"sapo_temperature_neg", "sapo_temperature_pos"})),
-    "vespo": PolicyLoss(
-        vespo,
-        Scale.WINDOW,
-        reads=frozenset({"vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"}),
-        corrects=True,
-    ),
-}
+LOSSES = LossTable(
+    {
+        "grpo": PolicyLoss(clipped, Scale.COMPLETION, reads=CLIP, beyond=beyond_clip),
+        "dr_grpo": PolicyLoss(clipped, Scale.LONGEST, reads=CLIP, beyond=beyond_clip),
+        "dapo": PolicyLoss(clipped, Scale.WINDOW, reads=CLIP, beyond=beyond_clip),
+        "bnpo": PolicyLoss(clipped, Scale.STEP, reads=CLIP, beyond=beyond_clip),
+        "luspo": PolicyLoss(clipped, Scale.SUM, reads=CLIP, beyond=beyond_clip),
+        "gmpo": PolicyLoss(
+            geometric_mean,
+            Scale.COMPLETION,
+            reads=frozenset({"epsilon_high"}),
+            beyond=beyond_log_clip,
+            of_tokens=True,
+        ),
+        "cispo": PolicyLoss(cispo, Scale.WINDOW, reads=frozenset({"epsilon_high"})),
+        "sapo": PolicyLoss(sapo, Scale.COMPLETION, reads=frozenset({"sapo_temperature_neg", "sapo_temperature_pos"})),
+        "vespo": PolicyLoss(
+            vespo,
+            Scale.WINDOW,
+            reads=frozenset({"vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"}),
+            corrects=True,
+        ),
+    },
+    lambda written: written.logprobs,
+    lambda fn: PolicyLoss(fn, Scale.WINDOW),
+)
 """The variants of GRPO's `loss_type`."""
 
 

@@ -32,7 +32,7 @@ from lowtide.objectives.policy_gradient import (
 )
 from lowtide.ops.float64 import to_float64
 from lowtide.ops.logits.logit_rows import Want
-from lowtide.option import FINITE, NOT_NEGATIVE, POSITIVE, SHARE, option
+from lowtide.option import FINITE, NOT_NEGATIVE, PATH, POSITIVE, SHARE, option
 from lowtide.ranks.world import gathered
 
 SCALES = ("group", "batch", "none")
@@ -55,7 +55,7 @@ class GRPOOptions(AheadOptions, VisionOptions):
         None, "How far it may rise. None: `epsilon`; the bound itself in cispo.", NOT_NEGATIVE
     )
     delta: float | None = option(None, "The largest ratio of a completion that lost (two-sided clipping).", POSITIVE)
-    loss_type: str = option("dapo", "What is added up, and what it is divided by.", choices=[*LOSSES])
+    loss_type: str = option("dapo", "What is added up, and what it is divided by.", choices=[*LOSSES, PATH])
     importance_sampling_level: str = option(
         "token", "Ratios of tokens, or of whole completions (GSPO).", choices=["token", "sequence"]
     )

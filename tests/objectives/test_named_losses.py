@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lowtide.methods import cpo, dpo, kto, sft, tpo
-from lowtide.methods.online import grpo
 from lowtide.methods.method import RowObjective
+from lowtide.methods.online import grpo
 from lowtide.objectives import kto as unpaired
 from lowtide.objectives import policy_gradient, preference, reference_free
 from lowtide.objectives import sft as tokens

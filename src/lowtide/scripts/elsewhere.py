@@ -22,12 +22,18 @@ ELSEWHERE: dict[str, str] = {
     },
     **dict.fromkeys(("GOLDConfig", "GOLDTrainer"), GOLD),
     **dict.fromkeys(("ServerDistillationConfig", "ServerDistillationTrainer"), SERVER),
-    **dict.fromkeys(("AsyncGRPOConfig", "AsyncGRPOTrainer"), "writes beside training: take GRPOConfig and GRPOTrainer"),
+    **dict.fromkeys(
+        ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
+        "writes beside training: take GRPOTrainer, and GRPOConfig with max_staleness",
+    ),
     **dict.fromkeys(
         ("AsyncDistillationConfig", "AsyncDistillationTrainer"),
         "writes beside training: take DistillationConfig and DistillationTrainer",
     ),
-    **dict.fromkeys(("PRMConfig", "PRMTrainer"), "trains token classification, which lowtide does not yet: keep TRL's"),
+    **dict.fromkeys(
+        ("PRMConfig", "PRMTrainer"),
+        "labels the ends of steps: TokenClassificationTrainer takes rows of input_ids and labels",
+    ),
     **dict.fromkeys(
         ("AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "PreTrainedModelWrapper"),
         VALUE_HEAD,

@@ -46,10 +46,10 @@ class TokenRows:
     """The weight of each token in the loss, 1 where it is not scored; None where no message has one."""
     numbers: Int[np.ndarray, " rows"] | None = None
     """By which what is drawn of a row is told from other rows'; None where nothing is drawn."""
-    doubts: Int[np.ndarray, " groups"] | None = None
-    """What is doubtful in each row of the dataset (see `lowtide.data.report.doubts`); None where nothing is."""
     groups: Int[np.ndarray, " groups+1"] | None = None
     """Where the rows of each row of the dataset begin, which stay together; None where each is one row here."""
+    doubts: Int[np.ndarray, " groups"] | None = None
+    """What is doubtful in each row of the dataset (see `lowtide.data.report.doubts`); None where nothing is."""
     own_token: bool = False
     """Labels are predicted at their own tokens. Else a row's first label is never scored, whatever its value: no token
     comes before it to predict it."""

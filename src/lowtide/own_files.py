@@ -36,7 +36,12 @@ def writing(path: Path) -> Iterator[Path]:
     """A new file beside `path` to write into, which takes its place at the end. After an error what was there stays.
 
     A link in its place is replaced, and what that points to is left alone.
+
+    Raises:
+        FileExistsError: a pipe or a device is there, which a file would take the place of.
     """
+    if not (path.is_symlink() or path.is_file() or path.is_dir()) and path.exists():
+        raise FileExistsError(f"{path} is neither a file nor a folder: name a file to write")
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     beside = Path(name)
     try:

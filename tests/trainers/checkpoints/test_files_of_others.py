@@ -204,3 +204,13 @@ def test_a_file_that_is_separated_keeps_its_content_and_permissions(tmp_path):
     assert mode(run / "config.json") == 0o600
     assert (run / "config.json").stat().st_nlink == 1
     assert (run / "thesis.doc").samefile(mine)  # no run writes under that name
+
+
+def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
+    os.mkfifo(tmp_path / "page.html")
+    with (
+        pytest.raises(FileExistsError, match=r"page\.html is neither a file nor a folder"),
+        writing(tmp_path / "page.html"),
+    ):
+        pytest.fail("there is nothing to write into")
+    assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]

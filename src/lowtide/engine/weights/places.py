@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -46,6 +47,8 @@ def check_config_file(folder: Path) -> None:
     Raises:
         ValueError: names the file; or config.json is no JSON object, or says counts that no model has.
     """
+    if not os.path.isdir(folder):  # Path.is_dir raises where no folder can have such a name
+        return
     file, unread = folder / "config.json", f"the config of model {str(folder)!r} cannot be read: "
     strange = [each for each in sorted(folder.glob("*")) if each.suffix in READ and _is_strange(each)]
     if strange:

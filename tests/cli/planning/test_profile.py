@@ -48,7 +48,8 @@ def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
     status, out, err = profile("--steps", "2", "--per_device_train_batch_size", "4", "--save_steps", "1")
     assert status == 0, err
     report = tmp_path / "report"
-    assert sorted(path.name for path in report.iterdir()) == ["profile.html", "profile.json", "profile.png"]
+    written = {path.name for path in report.iterdir()} - {"metrics.jsonl", "report.html"}  # as each run writes
+    assert written == {"profile.html", "profile.json", "profile.png"}
     found = json.loads((report / "profile.json").read_text())
     assert found["run"]["steps"] == 2
     assert found["peak_bytes"] == sum(found["phases"][found["peak_phase"]].values())

@@ -100,7 +100,7 @@ def test_a_recorded_run_has_the_same_weights_and_holds_what_a_run_holds(tmp_path
     assert phases["backward"]["activations"] > phases["optimizer"].get("activations", 0)
     assert {mark.step for mark in recording.marks} == {0, 1, 2}
     assert recorded.phases.listeners == listeners
-    assert len(listeners) == 1
+    assert listeners
 
 
 def test_a_picture_of_few_spans_has_every_peak_and_holds_every_level():

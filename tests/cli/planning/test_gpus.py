@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 
 import pytest
@@ -41,10 +43,18 @@ def test_from_a_config_alone_it_lists_devices(described, capsys, monkeypatch):
         assert text in said, text
 
 
+@pytest.fixture(scope="module")
+def with_adapters(described):
+    """Words of the command, and the JSON of all devices."""
+    words = ["gpus", "sft", "--model", described, "--use_peft"]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main([*words, "--json"]) == 0
+    return words, json.loads(out.getvalue())
+
+
 @pytest.mark.slow
-def test_as_json_with_adapters(described, capsys):
-    assert main(["gpus", "sft", "--model", described, "--use_peft", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_as_json_with_adapters(with_adapters):
+    found = with_adapters[1]
     assert found["smallest"] == {"LoRA": "T4-16GB", "QLoRA": "T4-16GB"}
     row = next(each for each in found["rows"] if each["device"] == "RTX-4090")
     fit = row["fits"]["LoRA"]
@@ -55,12 +65,10 @@ def test_as_json_with_adapters(described, capsys):
 
 
 @pytest.mark.slow
-def test_one_device_in_one_screen(described, capsys, monkeypatch):
+def test_one_device_in_one_screen(with_adapters, described, capsys, monkeypatch):
     """The numbers are those that the table of all devices has."""
     monkeypatch.setenv("COLUMNS", "80")
-    words = ["gpus", "sft", "--model", described, "--lengths", "64x2"]
-    assert main([*words, "--json"]) == 0
-    every = json.loads(capsys.readouterr().out)
+    words, every = with_adapters
     assert main([*words, "--device", "4090", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row == next(each for each in every["rows"] if each["device"] == "RTX-4090")

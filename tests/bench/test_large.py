@@ -21,7 +21,8 @@ def test_a_run_is_predicted_for_a_gpu_that_is_not_here(name):
     found = large_child.predicted(small, "NVIDIA H200")
     assert 0 < found["allocated_bytes"] < 2 * found["reserved_bytes"] < 2e9
     waits = "stream" in case.options.values() or {"chain_storage", "activation_offloading"} & case.options.keys()
-    assert (found["host_bytes"] > 0) == bool(waits)
+    rows = 1 << 17  # more than those of a step take on the host
+    assert (found["host_bytes"] > rows) == bool(waits)
     assert "predicted" in line(name, {"predicted": found})
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from lowtide.objectives.named import LossTable
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, Group, option
 from lowtide.option_values import in_float32
+
+if TYPE_CHECKING:
+    from lowtide.objectives.named import LossTable  # which imports torch
 
 
 @dataclass(kw_only=True)

@@ -46,7 +46,7 @@ def test_what_fits_one_device_has_whole_copies():
     assert plan.chosen.way == "whole copies"
     assert not plan.settings
     assert plan.spread is not None
-    assert plan.spread.host_bytes == 0
+    assert plan.spread.host_bytes < 1 << 20  # the rows of a step
     assert plan.spread.tokens_per_second > 8 * 1000
     assert yaml.safe_load(plan.to_yaml())["num_processes"] == 8
 

@@ -54,7 +54,8 @@ class LossTable(dict[str, Loss]):
         return {name: self[name] for name in names if name in self or "." in name}
 
     def _named(self, path: str) -> Loss:
-        found, kinds = find_named(path, NAME), {type(each) for each in self.values()}
+        found: Any = find_named(path, NAME)
+        kinds = {type(each) for each in self.values()}
         if self._entry is not None and type(found) in kinds:
             return dataclasses.replace(found, fn=self._checked(path, found.fn))
         if not callable(found):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
@@ -54,15 +54,14 @@ class LossTable(dict[str, Loss]):
         return {name: self[name] for name in names if name in self or "." in name}
 
     def _named(self, path: str) -> Loss:
-        found: Any = find_named(path, NAME)
-        kinds = {type(each) for each in self.values()}
+        found, kinds = find_named(path, NAME), {type(each) for each in self.values()}
         if self._entry is not None and type(found) in kinds:
             return dataclasses.replace(found, fn=self._checked(path, found.fn))
         if not callable(found):
             raise ValueError(
                 f"{NAME} {path!r} is of type {type(found).__name__}, and no function that gives the losses of a batch"
             )
-        checked: Any = self._checked(path, found)
+        checked: Any = self._checked(path, cast(Callable[..., Tensor], found))
         return checked if self._entry is None else self._entry(checked)
 
     def _checked(self, path: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.shared.options import CompletionOptions, VisionOptions, check_read, flipped_labels, zeros
 from lowtide.methods.shared.paper import Paper
-from lowtide.methods.shared.preference import ReadPairs, pair_metrics, pair_objective, per_token
+from lowtide.methods.shared.preference import ReadPairs, contrasted, pair_objective
 from lowtide.methods.shared.rows import Pairs
-from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.objectives.reference_free import LOSSES, alpha_reward
 from lowtide.option import FINITE, NOT_NEGATIVE, PATH, SHARE, option
 
@@ -46,15 +47,9 @@ class CPOOptions(CompletionOptions, VisionOptions):
 
 def loss(pairs: ReadPairs, counts: Counts, *, options: CPOOptions) -> Outcome:
     """The contrast, a mean over pairs, and `cpo_alpha` times the negative log-likelihood, a mean over tokens."""
+    reward = functools.partial(alpha_reward, alpha=options.alpha)
     variant = LOSSES[options.loss_type]
-    pairs = per_token(pairs) if variant.per_token else pairs
-    chosen, rejected = (alpha_reward(logps, options.alpha) for logps in (pairs.chosen, pairs.rejected))
-    total = variant.fn(chosen - rejected, options).sum() / counts["pairs"]
-    means = dict(pair_metrics(pairs, options.beta * chosen, options.beta * rejected))
-    if options.cpo_alpha:
-        total = total + options.cpo_alpha * pairs.nll.sum() / counts["nll_tokens"]
-        means["nll_loss"] = Mean(pairs.nll.detach().sum(), pairs.nll_tokens.sum())
-    return Outcome(total, means)
+    return contrasted(pairs, counts, options, variant, likelihood=options.cpo_alpha, reward=reward)
 
 
 def objective(options: CPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:

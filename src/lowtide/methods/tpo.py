@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.shared.options import CompletionOptions, VisionOptions, check_read, flipped_labels, zeros
 from lowtide.methods.shared.paper import Paper
-from lowtide.methods.shared.preference import ReadPairs, pair_metrics, pair_objective, per_token
+from lowtide.methods.shared.preference import ReadPairs, contrasted, pair_objective
 from lowtide.methods.shared.rows import PairsWithReference
-from lowtide.objectives.outcome import Counts, Mean, Outcome
+from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.objectives.reference_free import TPO_LOSSES
 from lowtide.option import NOT_NEGATIVE, PATH, SHARE, option
 
@@ -50,14 +50,7 @@ class TPOOptions(CompletionOptions, VisionOptions):
 def loss(pairs: ReadPairs, counts: Counts, *, options: TPOOptions) -> Outcome:
     """The contrast, a mean over pairs, and `tpo_alpha` times the negative log-likelihood of the third completions, a
     mean over their tokens."""
-    variant = TPO_LOSSES[options.loss_type]
-    pairs = per_token(pairs) if variant.per_token else pairs
-    total = variant.fn(pairs.chosen - pairs.rejected, options).sum() / counts["pairs"]
-    means = dict(pair_metrics(pairs, options.beta * pairs.chosen, options.beta * pairs.rejected))
-    if options.tpo_alpha:
-        total = total + options.tpo_alpha * pairs.nll.sum() / counts["nll_tokens"]
-        means["nll_loss"] = Mean(pairs.nll.detach().sum(), pairs.nll_tokens.sum())
-    return Outcome(total, means)
+    return contrasted(pairs, counts, options, TPO_LOSSES[options.loss_type], likelihood=options.tpo_alpha)
 
 
 def objective(options: TPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:

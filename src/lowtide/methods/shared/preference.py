@@ -24,6 +24,7 @@ from lowtide.methods.shared.completions import (
 from lowtide.methods.shared.options import CompletionOptions
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.preference import Pairs
+from lowtide.objectives.reference_free import ContrastLoss
 from lowtide.ops.logits.logit_rows import Want
 from lowtide.ragged import RaggedBatch
 
@@ -101,6 +102,33 @@ def read_pairs(
 def per_token(pairs: ReadPairs) -> ReadPairs:
     """The same with means over the scored tokens of each completion in place of sums."""
     return replace(pairs, chosen=pairs.chosen / pairs.chosen_scored, rejected=pairs.rejected / pairs.rejected_scored)
+
+
+def contrasted(
+    pairs: ReadPairs,
+    counts: Counts,
+    options: Any,
+    variant: ContrastLoss,
+    *,
+    likelihood: float,
+    reward: Callable[[Tensor], Tensor] = lambda logps: logps,
+) -> Outcome:
+    """The contrast of a loss without a reference, a mean over pairs, and `likelihood` times the negative
+    log-likelihood, a mean over its tokens.
+
+    Args:
+        counts: of `pair_counts`.
+        options: with `beta`, and what the variant reads.
+        reward: of log-probabilities of completions.
+    """
+    pairs = per_token(pairs) if variant.per_token else pairs
+    chosen, rejected = reward(pairs.chosen), reward(pairs.rejected)
+    total = variant.fn(chosen - rejected, options).sum() / counts["pairs"]
+    means = dict(pair_metrics(pairs, options.beta * chosen, options.beta * rejected))
+    if likelihood:
+        total = total + likelihood * pairs.nll.sum() / counts["nll_tokens"]
+        means["nll_loss"] = Mean(pairs.nll.detach().sum(), pairs.nll_tokens.sum())
+    return Outcome(total, means)
 
 
 def pair_counts(batch: RaggedBatch) -> Counts:

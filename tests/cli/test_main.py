@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -115,3 +116,12 @@ def test_as_a_process():
     assert done.stdout == ""
     (said,) = done.stderr.splitlines()
     assert said == "error: there is no option --adaptor; did you mean '--adapter'? (see lowtide merge --help)"
+
+
+def test_libraries_do_not_warn_of_their_future_and_lowtide_does():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()
+        cli._without_noise()
+        for module in ("transformers.trainer", "lowtide.methods.shared.rows"):
+            warnings.warn_explicit("gone in the next version", FutureWarning, module, 1, module=module)
+    assert [warning.filename for warning in said] == ["lowtide.methods.shared.rows"]

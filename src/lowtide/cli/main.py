@@ -63,6 +63,7 @@ def _without_noise() -> None:
     imported."""
     if not sys.warnoptions:
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("default", category=FutureWarning, module="lowtide")  # our own can be mended
     if not sys.stderr.isatty():
         for library in ("HUB", "DATASETS"):  # transformers goes by the hub's
             os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")

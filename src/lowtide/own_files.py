@@ -31,6 +31,11 @@ def usual_mode(most: int = 0o666) -> int:
     return most & ~umask
 
 
+def is_strange(path: Path) -> bool:
+    """Whether something is there that is neither a file nor a folder, links followed: a pipe, or a device."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
     """A new file beside `path` to write into, which takes its place at the end. After an error what was there stays.
@@ -40,7 +45,7 @@ def writing(path: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: a pipe or a device is there, which a file would take the place of.
     """
-    if not (path.is_symlink() or path.is_file() or path.is_dir()) and path.exists():
+    if is_strange(path) and not path.is_symlink():
         raise FileExistsError(f"{path} is neither a file nor a folder: name a file to write")
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     beside = Path(name)

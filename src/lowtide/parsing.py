@@ -45,6 +45,25 @@ def parse_json(text: str | bytes | bytearray) -> Any:
         raise json.JSONDecodeError("nested too deeply", "", 0) from None
 
 
+def read_object(path: Path, called: str | None = None) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        called: what messages call the file, in place of its path.
+
+    Raises:
+        ValueError: it holds none; names the file.
+    """
+    what = called or path
+    try:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{what} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} holds a JSON {type(found).__name__} where an object belongs")
+    return found
+
+
 def parse_yaml(text: str) -> Any:
     """As `yaml.safe_load`, but that dates stay text.
 

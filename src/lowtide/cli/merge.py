@@ -15,7 +15,7 @@ from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
 from lowtide.engine.weights.places import named_base
 from lowtide.escaping import shown
-from lowtide.parsing import parse_json
+from lowtide.parsing import read_object
 
 ADAPTER_FILE = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -155,13 +155,7 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
     file = adapter / ADAPTER_FILE
     if not file.is_file():
         raise UsageError(f"--adapter: {adapter} has no {ADAPTER_FILE}, so it is no adapter's folder")
-    try:
-        config = parse_json(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a JSON {type(config).__name__} where an object belongs")
-    return config
+    return read_object(file)
 
 
 def _save_tokenizer(sources: list[str], output: Path, trust: bool) -> bool:

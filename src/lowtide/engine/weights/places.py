@@ -8,7 +8,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lowtide.parsing import parse_json
+from lowtide.own_files import is_strange
+from lowtide.parsing import read_object
 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "num_experts")
 MOST = dict.fromkeys(LAYERS, 10_000) | {"hidden_size": 1_000_000, "vocab_size": 10_000_000}
@@ -50,7 +51,7 @@ def check_config_file(folder: Path) -> None:
     if not os.path.isdir(folder):  # Path.is_dir raises where no folder can have such a name
         return
     file, unread = folder / "config.json", f"the config of model {str(folder)!r} cannot be read: "
-    strange = [each for each in sorted(folder.glob("*")) if each.suffix in READ and _is_strange(each)]
+    strange = [each for each in sorted(folder.glob("*")) if each.suffix in READ and is_strange(each)]
     if strange:
         raise ValueError(f"model {str(folder)!r} cannot be loaded: {strange[0].name} is neither a file nor a folder")
     if file.is_dir():
@@ -58,11 +59,9 @@ def check_config_file(folder: Path) -> None:
     if not file.exists():
         return
     try:
-        config = parse_json(file.read_text(encoding="utf-8"))
+        config = read_object(file, "its config.json")
     except ValueError as error:
-        raise ValueError(f"{unread}its config.json is not JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{unread}its config.json holds a {type(config).__name__}, and no object")
+        raise ValueError(f"{unread}{error}") from error
     if not isinstance(config.get("model_type", ""), str):
         raise ValueError(f"{unread}it says model_type={config['model_type']!r}, which is a name")
     for part in (config, config.get("text_config"), config.get("vision_config")):
@@ -92,8 +91,3 @@ def named_base(adapters: Mapping[str, Any], file: Path) -> str | None:
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{file} says base_model_name_or_path={base!r:.80}, and a model's name is text")
     return base
-
-
-def _is_strange(path: Path) -> bool:
-    """Whether something is there that is neither a file nor a folder, links followed."""
-    return path.exists() and not path.is_file() and not path.is_dir()

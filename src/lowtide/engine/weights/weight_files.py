@@ -20,7 +20,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lowtide.parsing import parse_json
+from lowtide.parsing import read_object
 
 INDEXES = ("*.safetensors.index.json", "*.bin.index.json")
 AGAIN = "copy or download the folder again"
@@ -69,12 +69,9 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: it holds none; names the file.
     """
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): {AGAIN}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__} where an object belongs: {AGAIN}")
-    return found
+        raise ValueError(f"{error}: {AGAIN}") from error
 
 
 def _matching(folder: Path, *patterns: str) -> list[Path]:

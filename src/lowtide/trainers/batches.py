@@ -32,8 +32,8 @@ class RowBatches:
         for inputs in islice(read, count):
             batch = trainer.drawn(trainer.as_ragged(inputs), trainer.row_order.place[0])
             trainer.row_order.advance()
-            if count := self.own_rows(batch):
-                batches.append(batch if count == batch.rows else batch.select_rows(range(count)))
+            if own := self.own_rows(batch):
+                batches.append(batch if own == batch.rows else batch.select_rows(range(own)))
         if batch is None:
             return None
         return RaggedBatch.concat(batches) if batches else replace(idle_part(batch, None).batch, stands_in=True)

@@ -48,6 +48,8 @@ class Segment(NamedTuple):
     """The same for prefixes of the same tokens, within one process; 0 for what is no prefix."""
     prefix_length: int = -1
     """So many of the prefix's first tokens are seen; -1 for all."""
+    completion: int = -1
+    """Which of its row's completions it is a part of; -1 where it is of none, as a prompt that they share."""
 
     @property
     def length(self) -> int:
@@ -158,7 +160,7 @@ class RaggedBatch:
         labels: Sequence[Sequence[int]] | None = None,
         *,
         prefix: Sequence[int | tuple[int, int]] | None = None,
-        row: Sequence[int] | None = None,
+        row: Sequence[int | tuple[int, int]] | None = None,
         score_rule: ScoreRule = NEXT_TOKEN,
         row_values: Mapping[str, Tensor] | None = None,
         score_values: Mapping[str, Tensor] | None = None,
@@ -173,7 +175,7 @@ class RaggedBatch:
                 from its prefix's last token; without a prefix nothing predicts it, and its label is not scored.
             prefix: for each segment the index of the segment it goes on from, or -1 (the default); with a number of
                 tokens, if it goes on after so many of that, and does not see what follows them there.
-            row: for each segment its row; each segment a row of its own if None.
+            row: for each segment its row, or its row and completion; each segment a row of its own if None.
             score_rule: which positions are scored.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
             shown: the images of the segments; None of text alone.
@@ -184,16 +186,17 @@ class RaggedBatch:
         count = len(token_ids)
         labels = token_ids if labels is None else labels
         prefix = [-1] * count if prefix is None else prefix
-        seen = [each if isinstance(each, tuple) else (each, -1) for each in prefix]
         row = list(range(count)) if row is None else row
-        _check_lists(token_ids, labels, [each for each, _ in seen], row)
+        seen, owner = ([each if isinstance(each, tuple) else (each, -1) for each in given] for given in (prefix, row))
+        _check_lists(token_ids, labels, [each for each, _ in seen], [each for each, _ in owner])
         shared = {each for each, _ in seen}
         segments: list[Segment] = []
         laid: list[LaidSegment] = []
         places: list[tuple[Tensor, Tensor, Tensor]] = []  # position_ids, score_index and score_target of each
         images = ((),) * count if shown is None else tuple(map(tuple, shown.images))
         start = scored = 0
-        for number, (tokens, wanted, (other, most)) in enumerate(zip(token_ids, labels, seen, strict=True)):
+        given = zip(token_ids, labels, seen, owner, strict=True)
+        for number, (tokens, wanted, (other, most), (of_row, of)) in enumerate(given):
             stop = start + len(tokens)
             before = laid[other] if other >= 0 else None
             if before is not None and most >= 0:
@@ -203,7 +206,7 @@ class RaggedBatch:
             first = len(before.token_ids) if before is not None else 0
             places.append((torch.arange(first, first + len(tokens)), index, target))
             key = _key(tokens, images[number]) if number in shared else 0
-            segments.append(Segment(start, stop, other, row[number], scored, scored + len(index), key, most))
+            segments.append(Segment(start, stop, other, of_row, scored, scored + len(index), key, most, of))
             start, scored = stop, scored + len(index)
         tokens = torch.cat([torch.as_tensor(tokens, dtype=torch.long) for tokens in token_ids])
         positions, indices, targets = (torch.cat(each) for each in zip(*places, strict=True))
@@ -307,15 +310,13 @@ class RaggedBatch:
             count = len(segments)
             indices.append(batch.score_index + token)
             segments += [
-                Segment(
-                    part.start + token,
-                    part.stop + token,
-                    part.prefix + count if part.prefix >= 0 else -1,
-                    part.row + row,
-                    part.score_start + score,
-                    part.score_stop + score,
-                    part.key,
-                    part.prefix_length,
+                part._replace(
+                    start=part.start + token,
+                    stop=part.stop + token,
+                    prefix=part.prefix + count if part.prefix >= 0 else -1,
+                    row=part.row + row,
+                    score_start=part.score_start + score,
+                    score_stop=part.score_stop + score,
                 )
                 for part in batch.segments
             ]
@@ -374,6 +375,16 @@ class RaggedBatch:
     @property
     def rows(self) -> int:
         return self.segments[-1].row + 1
+
+    @functools.cached_property
+    def completions(self) -> int:
+        """Completions of a row."""
+        return 1 + max(part.completion for part in self.segments)
+
+    @functools.cached_property
+    def completion(self) -> Int[Tensor, " segments"]:
+        """Which of its row's completions each segment is a part of, or -1, on the batch's device."""
+        return sent(torch.tensor([part.completion for part in self.segments]), self.token_ids.device)
 
     @functools.cached_property
     def row_tokens(self) -> list[int]:
@@ -507,6 +518,10 @@ class RaggedBatch:
     def select_segments(self, kept: Sequence[int]) -> RaggedBatch:
         """The batch of some segments alone, ascending, with their prefixes among them; rows renumbered from 0."""
         return arranged(self, [kept])[0]
+
+    def without_completion(self, place: int) -> RaggedBatch:
+        """The batch without the completion of each row that has this place."""
+        return self.select_segments([n for n, part in enumerate(self.segments) if part.completion != place])
 
     def share_prefixes(self) -> RaggedBatch:
         """The same scores with each prefix that several rows repeat computed once, for the first of them.
@@ -649,11 +664,11 @@ def _renumbered(segments: Sequence[Segment], kept: Sequence[int], stands_for: Ma
     found: list[Segment] = []
     token = score = 0
     for old in kept:
-        start, stop, before, of_row, first, last, key, seen = segments[old]
+        start, stop, before, of_row, first, last, *rest = segments[old]
         before = place[stands_for.get(before, before)] if before >= 0 else -1
         token_stop, score_stop = token + stop - start, score + last - first
         row = rows.setdefault(of_row, len(rows))
-        found.append(Segment(token, token_stop, before, row, score, score_stop, key, seen))
+        found.append(Segment(token, token_stop, before, row, score, score_stop, *rest))
         token, score = token_stop, score_stop
     return tuple(found)
 
@@ -766,7 +781,7 @@ def _validate(batch: RaggedBatch) -> None:
                 )
     token = score = 0
     row = 0
-    for number, (start, stop, prefix, of_row, first, last, _, seen) in enumerate(segments):
+    for number, (start, stop, prefix, of_row, first, last, _, seen, _) in enumerate(segments):
         wrong = None
         if start != token or stop <= start or first != score:
             wrong = (

@@ -114,7 +114,7 @@ def test_the_loss_of_rows_with_one_prompt_is_that_of_each_row():
         tokens,
         [[-100] * 3 if number % 3 == 0 else each for number, each in enumerate(tokens)],
         prefix=[-1, 0, 0, -1, 3, 3],
-        row=[0, 0, 0, 1, 1, 1],
+        row=[(0, -1), (0, 0), (0, 1), (1, -1), (1, 0), (1, 1)],
         row_values={LENGTHS: torch.tensor([[2, 3], [3, 1]])},
     )
     method = METHODS["orpo"]

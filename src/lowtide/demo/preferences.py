@@ -22,7 +22,7 @@ from lowtide.demo.data import Question
 from lowtide.engine.forward import install, score
 from lowtide.engine.heads.head import Head
 from lowtide.engine.weights.loading import load_model, load_tokenizer
-from lowtide.methods.shared.completions import completion_segments, segment_sums
+from lowtide.methods.shared.completions import completion_sums
 from lowtide.score_rules import NEXT_TOKEN
 
 SIDES = ("chosen_ids", "rejected_ids")
@@ -76,6 +76,5 @@ def margins(folder: Path, questions: Sequence[Question], *, head: type[Head], se
     whole = rule != NEXT_TOKEN
     prepared, _ = prepare_pairs(rows, tokenizer, PreferenceOptions(), batch_size=len(questions), whole=whole)
     batch = CompletionCollator(SIDES, score_rule=rule)(list(prepared))
-    values = segment_sums(score(model, batch).scored, batch)
-    chosen, rejected = completion_segments(batch, len(SIDES))
-    return values[chosen] - values[rejected]
+    chosen, rejected = completion_sums(score(model, batch).scored, batch).unbind(1)
+    return chosen - rejected

@@ -60,12 +60,8 @@ def loss(rows: Unpaired, counts: Counts, *, options: KTOOptions) -> Outcome:
 
 def baseline(batch: RaggedBatch, policy: Scorer, reference: Scorer) -> tuple[RaggedBatch, Counts]:
     """The rows without their mismatched completions, and the log-ratios of these, added up."""
-    ends = [numbers[-2:] for numbers in batch.row_segments]
-    matched, mismatched = {end[0] for end in ends}, {end[1] for end in ends}
-    numbers = range(len(batch.segments))
-    strange = batch.select_segments([n for n in numbers if n not in matched])
+    strange, own = (batch.without_completion(place) for place in range(2))
     total = to_float64(policy(strange) - reference(strange)).sum()
-    own = batch.select_segments([n for n in numbers if n not in mismatched])
     return own, {"kl": total.item(), "kl_rows": batch.rows}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowtide.engine.heads.head import Stats
 from lowtide.engine.heads.value import VALUES, Value
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.shared.completions import completion_segments
+from lowtide.methods.shared.completions import completion_sums
 from lowtide.methods.shared.options import TurnOptions, VisionOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.methods.shared.rows import Pairs
@@ -66,9 +66,8 @@ class Rewards:
 
 def read_rewards(batch: RaggedBatch, stats: Stats, reference: Tensor | None) -> Rewards:
     """The values of the two completions of each row."""
-    chosen, rejected = completion_segments(batch, 2)
-    values = stats[VALUES].new_zeros(len(batch.segments)).index_add(0, batch.score_segment, stats[VALUES])
-    return Rewards(values[chosen], values[rejected], batch.row_values.get(MARGIN))
+    chosen, rejected = completion_sums(stats[VALUES], batch).unbind(1)
+    return Rewards(chosen, rejected, batch.row_values.get(MARGIN))
 
 
 def loss(rewards: Rewards, counts: Counts, *, options: RewardOptions) -> Outcome:

@@ -218,13 +218,13 @@ def grouped_batch(
             token_ids.append(list(prompt))
             labels.append([IGNORE] * len(prompt))
             prefix.append(-1)
-            row.append(number)
-        for tokens, flags in zip(completions[number], scored[number], strict=True):
+            row.append((number, -1))
+        for place, (tokens, flags) in enumerate(zip(completions[number], scored[number], strict=True)):
             wanted = [token if used else IGNORE for token, used in zip(tokens, flags, strict=True)]
             token_ids.append(list(tokens) if sharing else [*prompt, *tokens])
             labels.append(wanted if sharing else [*[IGNORE] * len(prompt), *wanted])
             prefix.append(before)
-            row.append(number)
+            row.append((number, place))
             images.append(() if sharing else of_prompt)
     shown = None if shown is None else Shown(images, shown.position_rule)
     return RaggedBatch.from_segments(token_ids, labels, prefix=prefix, row=row, shown=shown, **values)

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from lowtide.engine.forward import causal_model
 from lowtide.engine.reference import ArrivedPolicy, FrozenModel
-from lowtide.methods.shared.completions import completion_segments, in_completion, segment_sums
+from lowtide.methods.shared.completions import completion_sums, in_completion
 from lowtide.run.edge import edge
 from lowtide.run.engine import computed_in
 from lowtide.step.cut import Part
@@ -65,10 +65,7 @@ class ReferenceTrainer(MethodTrainer):
         referred = self.runner.models(model).referred(Part.of(batch), self.inner_objective)
         assert referred is not None
         counted = in_completion(batch, referred)
-        sums = segment_sums(referred * counted, batch)
-        return tuple(
-            sums[segments] for segments in completion_segments(batch, len(self.method.rows.columns(self.args)))
-        )
+        return completion_sums(referred * counted, batch).unbind(1)
 
     def handed_in(self, dataset: Any) -> Any:
         """As the others', with the reference's log-probabilities where those of training were computed before it."""

@@ -27,6 +27,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lowtide.data.batches.completion_rounds import CompletionRound, completion_rounds
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.shared_rounds import whole_rounds
 from lowtide.data.batches.values import DOCUMENT, LABEL, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
@@ -105,7 +106,10 @@ class LabelCollator(RaggedCollator):
 
 @dataclass(frozen=True)
 class CompletionCollator:
-    """Prepared rows of a prompt and its completions to a `RaggedBatch`; a prompt is computed once for all of them."""
+    """Prepared rows of a prompt and its completions to a `RaggedBatch`; a prompt is computed once for all of them.
+
+    A completion is a segment, or several where it has several rounds (see `completion_rounds`).
+    """
 
     completions: tuple[str, ...]
     """The columns of the completions, in the order of their segments."""
@@ -128,33 +132,40 @@ class CompletionCollator:
         return 1 if self.sharing else len(self.completions)
 
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
-        token_ids, labels, prefix, owner, flags = [], [], [], [], []
+        token_ids, labels, prefix, owner, flags, lengths = [], [], [], [], [], []
 
-        def add(number: int, prompt: list[int], tokens: list[int], scored_prompt: bool, before: int) -> None:
-            mask = prompt if scored_prompt else [IGNORE] * len(prompt)
+        def add(
+            row: tuple[int, int], prompt: list[int], own: CompletionRound, before: tuple[int, int] | int, scored: bool
+        ) -> None:
+            mask = prompt if scored else [IGNORE] * len(prompt)
             if self.reader is not None:
                 mask = self.reader.unscored(mask)
-            token_ids.append([*prompt, *tokens])
-            labels.append([*mask, *tokens])
+            unpredicted = own.labels[:1] if before == -1 and not prompt else []
+            token_ids.append([*prompt, *own.token_ids])
+            labels.append([*mask, *own.labels])
             prefix.append(before)
-            owner.append(number)
+            owner.append(row)
             flags.extend([True] * sum(label != IGNORE for label in mask[1:]))
-            flags.extend([False] * (len(tokens) - (before < 0 and not prompt)))
+            flags.extend([False] * (own.scored - sum(label != IGNORE for label in unpredicted)))
 
         for number, row in enumerate(rows):
-            prompt = row["prompt_ids"]
-            before = -1
+            prompt, shared = row["prompt_ids"], -1
             if self.sharing and prompt:
-                add(number, prompt, [], self.scores_prompt, -1)
-                before = len(token_ids) - 1
-            for place, name in enumerate(self.completions):
-                repeated = [] if before >= 0 else prompt
-                add(number, repeated, row[name], self.scores_prompt and place == 0, before)
+                shared = len(token_ids)
+                add((number, -1), prompt, CompletionRound([], [], 0), -1, self.scores_prompt)
+            rounds = [completion_rounds(row, name) for name in self.completions]
+            for place, parts in enumerate(rounds):
+                for part, own in enumerate(parts):
+                    before = (shared, own.seen) if own.seen < len(prompt) else shared
+                    repeated = prompt[: own.seen] if shared < 0 else []
+                    alone = shared < 0 or not own.seen
+                    first = place == 0 and part == 0
+                    add((number, place), repeated, own, -1 if alone else before, self.scores_prompt and first)
+            lengths.append([sum(own.scored for own in parts) for parts in rounds])
         score_values = {OF_PROMPT: torch.tensor(flags)} if self.scores_prompt else {}
         if REFERENCE_COLUMN in rows[0]:
             known = [value for row in rows for value in row[REFERENCE_COLUMN]]
             score_values[REFERENCE] = torch.tensor(known, dtype=torch.float32)
-        lengths = torch.tensor([[len(row[name]) for name in self.completions] for row in rows])
         columns = {name: torch.tensor([row[name] for row in rows]) for name in self.values if name in rows[0]}
         return RaggedBatch.from_segments(
             token_ids,
@@ -162,9 +173,9 @@ class CompletionCollator:
             prefix=prefix,
             row=owner,
             score_rule=self.score_rule,
-            row_values={LENGTHS: lengths, **columns},
+            row_values={LENGTHS: torch.tensor(lengths), **columns},
             score_values=score_values,
-            shown=shown(self.reader, [rows[number] for number in owner], token_ids),
+            shown=shown(self.reader, [rows[number] for number, _ in owner], token_ids),
         )
 
 

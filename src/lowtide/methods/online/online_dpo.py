@@ -22,7 +22,7 @@ from lowtide.engine.heads.head import Stats
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.online.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.online.rollouts import Prompts, RewardedOptions
-from lowtide.methods.shared.completions import completion_segments, segment_sums
+from lowtide.methods.shared.completions import completion_sums
 from lowtide.methods.shared.options import VisionOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.methods.shared.preference import read_pairs
@@ -213,18 +213,17 @@ def read_written_pairs(
     read = read_pairs(batch, stats, reference, ld_alpha=ld_alpha)
     one = torch.ones_like(read.chosen_tokens)  # IPO compares sums here, as TRL does, and no means over tokens
     pairs = Pairs(read.chosen, read.rejected, read.ref_chosen, read.ref_rejected, one, one)
-    chosen, rejected = completion_segments(batch, 2)
-    logprobs = segment_sums(stats["logprobs"].detach(), batch)
-    divergence = logprobs - segment_sums(reference, batch)
-    tokens = segment_sums(torch.ones_like(reference), batch)
+    logprobs = completion_sums(stats["logprobs"].detach(), batch).T
+    divergence = logprobs - completion_sums(reference, batch).T
+    tokens = completion_sums(torch.ones_like(reference), batch).T
     beta = batch.row_values[BETA].to(logprobs.dtype)
     return WrittenPairs(
         pairs,
         batch.row_values[DECIDED].to(logprobs.dtype),
-        torch.stack([divergence[chosen], divergence[rejected]]),
-        torch.stack([logprobs[chosen], logprobs[rejected]]),
+        divergence,
+        logprobs,
         batch.row_values[REWARD].to(logprobs.dtype).T,
-        torch.stack([tokens[chosen], tokens[rejected]]) > 0,
+        tokens > 0,
         beta,
     )
 

@@ -15,11 +15,12 @@ from lowtide.data.batches.values import LENGTHS
 from lowtide.engine.heads.head import Stats
 from lowtide.methods.method import RowObjective
 from lowtide.methods.shared.completions import (
-    completion_segments,
+    completion_of_scores,
+    completion_sums,
     in_completion,
-    place_in_segment,
+    of_scores,
+    place_in_completion,
     row_sums,
-    segment_sums,
 )
 from lowtide.methods.shared.options import CompletionOptions
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
@@ -61,37 +62,33 @@ def read_pairs(
         ld_alpha: weight of a completion's tokens beyond the length of the other (LD-DPO, arXiv 2409.06411).
         weighted: also WPO's weights (arXiv 2406.11827, equation 2); wants `collisions`.
     """
-    sides = completion_segments(batch, batch.row_values[LENGTHS].shape[1])
-    chosen, rejected = sides[:2]
     logprobs = stats["logprobs"]
     counted = in_completion(batch, logprobs)
-    scored = segment_sums(counted, batch)
+    scored = completion_sums(counted, batch)
     use = counted
     if ld_alpha is not None:
-        shorter = torch.zeros_like(scored)
-        shorter[chosen] = shorter[rejected] = torch.minimum(scored[chosen], scored[rejected])
-        beyond = place_in_segment(counted, batch) >= shorter[batch.score_segment]
+        shorter = scored.amin(1, keepdim=True).expand_as(scored)
+        beyond = place_in_completion(counted, batch) >= of_scores(shorter, batch)
         use = torch.where(beyond, ld_alpha * counted, counted)
-    policy = segment_sums(logprobs * use, batch)
-    referred = torch.zeros_like(policy) if reference is None else segment_sums(reference * use, batch)
-    rows = batch.row[batch.score_segment]
-    unlearned = torch.stack([batch.score_segment == side[rows] for side in sides[_unlearned(len(sides))]])
-    learned = ~unlearned.any(0)
-    top1 = segment_sums(stats["top1"] * counted, batch)[chosen] if "top1" in stats else None
+    policy = completion_sums(logprobs * use, batch)
+    referred = torch.zeros_like(policy) if reference is None else completion_sums(reference * use, batch)
+    places, unlearned = completion_of_scores(batch), _unlearned(batch.completions)
+    learned = (places < unlearned.start) | (places >= unlearned.stop)
+    top1 = completion_sums(stats["top1"] * counted, batch)[:, 0] if "top1" in stats else None
     weights = None
     if weighted:
-        aligned = segment_sums((logprobs.detach() - stats["collisions"]) * counted, batch) / scored.clamp(min=1)
-        weights = torch.exp(aligned[chosen] + aligned[rejected])
+        aligned = completion_sums((logprobs.detach() - stats["collisions"]) * counted, batch) / scored.clamp(min=1)
+        weights = torch.exp(aligned[:, 0] + aligned[:, 1])
     lengths = batch.row_values[LENGTHS].to(policy.dtype)
     return ReadPairs(
-        chosen=policy[chosen],
-        rejected=policy[rejected],
-        ref_chosen=referred[chosen],
-        ref_rejected=referred[rejected],
+        chosen=policy[:, 0],
+        rejected=policy[:, 1],
+        ref_chosen=referred[:, 0],
+        ref_rejected=referred[:, 1],
         chosen_tokens=lengths[:, 0],
         rejected_tokens=lengths[:, 1],
-        chosen_scored=scored[chosen],
-        rejected_scored=scored[rejected],
+        chosen_scored=scored[:, 0],
+        rejected_scored=scored[:, 1],
         nll=row_sums(-logprobs * learned, batch),
         nll_tokens=row_sums(learned.to(policy.dtype), batch),
         top1=top1,
@@ -133,15 +130,14 @@ def contrasted(
 
 def pair_counts(batch: RaggedBatch) -> Counts:
     """The pairs of a batch, and the tokens that a negative log-likelihood is a mean over."""
-    sides = batch.row_values[LENGTHS].shape[1]
-    numbers = [number for row in batch.row_segments for number in row[-sides:][_unlearned(sides)]]
-    scores = sum(batch.segments[number].score_stop - batch.segments[number].score_start for number in numbers)
+    unlearned = _unlearned(batch.completions)
+    scores = sum(part.score_stop - part.score_start for part in batch.segments if part.completion in unlearned)
     return {"pairs": batch.rows, "nll_tokens": batch.scores - scores}
 
 
-def _unlearned(sides: int) -> slice:
+def _unlearned(sides: int) -> range:
     """Which completions of a row have no part in its negative log-likelihood."""
-    return slice(1, 2) if sides == 2 else slice(0, 2)
+    return range(1, 2) if sides == 2 else range(2)
 
 
 def pair_objective(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide.engine.heads.head import Stats
 from lowtide.methods.method import RowObjective
-from lowtide.methods.shared.completions import completion_segments, in_completion, segment_sums
+from lowtide.methods.shared.completions import completion_sums, in_completion
 from lowtide.methods.shared.options import CompletionOptions, ReferenceOptions, VisionOptions, zeros
 from lowtide.objectives.kto import Unpaired
 from lowtide.objectives.outcome import Counts, Mean, Outcome
@@ -46,11 +46,10 @@ class UnpairedOptions(CompletionOptions, ReferenceOptions, VisionOptions):
 def read_unpaired(batch: RaggedBatch, stats: Stats, reference: Float[Tensor, " scores"] | None) -> Unpaired:
     """Sums over the completion of each row."""
     assert reference is not None
-    (completions,) = completion_segments(batch, 1)
     logprobs = stats["logprobs"]
     counted = in_completion(batch, logprobs)
-    policy, referred = (segment_sums(values * counted, batch) for values in (logprobs, reference))
-    return Unpaired(policy[completions], referred[completions], batch.row_values[LABEL].bool())
+    policy, referred = (completion_sums(values * counted, batch)[:, 0] for values in (logprobs, reference))
+    return Unpaired(policy, referred, batch.row_values[LABEL].bool())
 
 
 def row_counts(batch: RaggedBatch) -> Counts:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowtide.cli.after_training.held_out import losses, method_of
+from lowtide.cli.after_training.held_out import check_device, losses, method_of
+from lowtide.cli.endings import UsageError
 from lowtide.cli.main import main
 
 SAID = [("a", "bcd"), ("tide", "in and out"), ("xyz", "q")]
@@ -87,3 +88,12 @@ def test_tasks_need_their_extra(talker, monkeypatch, capsys):
     monkeypatch.setattr("lowtide.cli.after_training.evaluate.find_spec", lambda name: None)
     assert main(["evaluate", str(talker), "--tasks", "hellaswag"]) == 2
     assert "pip install 'lowtide[eval]'" in capsys.readouterr().err
+
+
+def test_a_device_that_a_trainer_does_not_take_is_refused():
+    for asked, taken in ((None, "cuda:0"), ("cuda", "cuda:0"), ("cuda:0", "cuda:0"), ("cpu", "cpu")):
+        check_device(asked, torch.device(taken))
+    with pytest.raises(UsageError, match="give --device cuda with CUDA_VISIBLE_DEVICES=1"):
+        check_device("cuda:1", torch.device("cuda:0"))
+    with pytest.raises(UsageError, match="measures on cpu, and not on --device cuda"):
+        check_device("cuda", torch.device("cpu"))

@@ -6,11 +6,14 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.endings import UsageError
 from lowtide.methods import METHODS
 from lowtide.spelling import nearest
+
+if TYPE_CHECKING:
+    import torch
 
 RUN_FILE = "run.yaml"
 BESIDE = ("tokens_per_microbatch", "per_device_eval_batch_size", "bf16", "fp16", "padding_free", "chat_template_path")
@@ -73,6 +76,7 @@ def losses(
             use_cpu=device == "cpu",
             **kept,
         )
+        check_device(device, args.device)
         first: Any = next(iter(rows.values()))
         few = first.select(range(min(2, len(first))))  # a trainer has rows to train on, which are not read here
         trainer = trainer_class(METHODS[method])(
@@ -80,6 +84,24 @@ def losses(
         )
         prepared: Any = trainer.eval_dataset
         return {name: _metrics(trainer.evaluate(prepared[name])) for name in rows}
+
+
+def check_device(asked: str | None, taken: torch.device) -> None:
+    """Refuses a device that is not the one that a trainer takes.
+
+    Raises:
+        UsageError: says how to get to another.
+    """
+    if asked is None:
+        return
+    from torch import device as device_named
+
+    device = device_named(asked)
+    if device.type != taken.type or (device.index or 0) != (taken.index or 0):
+        ways = (
+            f": give --device {device.type} with CUDA_VISIBLE_DEVICES={device.index}" if device.type == "cuda" else ""
+        )
+        raise UsageError(f"--data measures on {taken}, and not on --device {asked}{ways}")
 
 
 def _reference(method: str, values: Mapping[str, Any], given: str | None) -> dict[str, Any]:

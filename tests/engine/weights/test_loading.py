@@ -100,6 +100,9 @@ def test_adapters_of_experts_have_no_dropout():
     given = LoraConfig(r=2, target_modules="all-linear-experts", lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"set lora_dropout=0 \(it is 0\.1\)"):
         adapt(tiny_causal("gpt_oss"), given, gradient_checkpointing=False)
+    given = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)  # where PEFT knows the experts by itself
+    with pytest.raises(ValueError, match=r"on Qwen3MoeForCausalLM need lora_dropout=0: .* It is 0\.1"):
+        adapt(tiny_causal("qwen3_moe"), given, gradient_checkpointing=False)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")

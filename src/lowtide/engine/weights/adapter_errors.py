@@ -48,6 +48,11 @@ def options_named(config: Any, model: nn.Module, folder: str | None = None) -> I
         spoken = {name: value for name, value in given.items() if _speaks_of(str(error), name, value)}
         options = ", ".join(f"{name}={value!r:.80}" for name, value in (spoken or given).items())
         what = f"the adapters of a {type(config).__name__}" if folder is None else f"the adapters in {folder!r}"
+        needed = re.search(r"does not work with (\w+) != 0", str(error))
+        if needed is not None and needed[1] in given:  # adapters of parameters, as of the experts of a mixture
+            raise ValueError(
+                f"{what} on {type(model).__name__} need {needed[1]}=0: {said} It is {given[needed[1]]}"
+            ) from error
         correct = "correct" if folder is None else "copy the whole folder again, or correct in its adapter_config.json"
         raise ValueError(
             f"{what} cannot be put on {type(model).__name__} ({type(error).__name__}: {said}): {correct} "

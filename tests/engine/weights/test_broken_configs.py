@@ -13,13 +13,24 @@ from safetensors.torch import load_file, save_file
 
 from lowtide.demo.model import save
 from lowtide.engine.weights.loading import load_model, load_tokenizer
+from lowtide.engine.weights.places import DTYPES
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text for a size": ({"hidden_size": "64"}, "config of .* says hidden_size='64'"),
     "no layers": ({"num_hidden_layers": 0}, "config of model .* cannot be read"),
     "a list for a type": ({"model_type": ["llama"]}, "config of model .* cannot be read"),
     "text for a token": ({"eos_token_id": ["a"]}, "config of model .* cannot be read: .*eos_token_id"),
-    "no heads": ({"num_attention_heads": 0}, "ZeroDivisionError.*Look at its config.json"),
+    "no heads": ({"num_attention_heads": 0}, "says num_attention_heads=0, and a model has 1 to"),
+    "true for a count": ({"num_hidden_layers": True}, "says num_hidden_layers=True"),
+    "a list for a size": ({"hidden_size": [64]}, r"says hidden_size=\[64\], which is one number"),
+    "an unknown dtype": ({"dtype": "floaty"}, "says dtype='floaty', which names nothing that weights are stored in"),
+    "an unknown dtype of old": ({"torch_dtype": "floaty"}, "says torch_dtype='floaty'"),
+    "an unknown type": ({"model_type": "lama"}, "is of model_type 'lama', which transformers .*; did you mean 'llama'"),
+    "an unknown quantization": (
+        {"quantization_config": {"quant_method": "magic"}},
+        "quant_method='magic', which trans",
+    ),
+    "a list for a quantization": ({"quantization_config": [4]}, "no object with a quant_method"),
     "a vocabulary of a trillion": ({"vocab_size": 10**12}, "says vocab_size=1000000000000"),
     "layers of a part": ({"text_config": {"num_layers": 10**9}}, "says num_layers=1000000000"),
     "no number": ({"hidden_size": float("nan")}, "says hidden_size=nan"),
@@ -80,3 +91,8 @@ def test_a_tokenizer_of_other_kinds_is_refused(folder, name, content):
     (folder / name).write_text(content)
     with pytest.raises(ValueError, match=r"no tokenizer at .*\((KeyError|AttributeError): "):
         load_tokenizer(str(folder))
+
+
+def test_every_dtype_of_weights_is_known():
+    floats = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.is_floating_point}
+    assert [str(dtype) for dtype in floats if not DTYPES.fullmatch(str(dtype).removeprefix("torch."))] == []

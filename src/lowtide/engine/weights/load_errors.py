@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from lowtide.engine.weights.places import MOST, check_counts
+from lowtide.engine.weights.places import COUNTS, check_counts
 from lowtide.spelling import nearest
 
 DROPOUT = re.compile("dropout|_pdrop$|layerdrop")
@@ -70,7 +72,37 @@ def check_layers(config: Any, name: str) -> None:
         ValueError: names the key.
     """
     for part in (config, getattr(config, "text_config", None), getattr(config, "vision_config", None)):
-        check_counts({key: getattr(part, key, None) for key in MOST}, name)
+        check_counts({key: getattr(part, key, None) for key in COUNTS}, name)
+
+
+def check_quantization(config: Any, name: str) -> None:
+    """Refuses a config of weights that are quantized by a method that transformers does not know: it would pass over
+    it with a warning, and take the codes for weights.
+
+    Raises:
+        ValueError: names the method.
+    """
+    quantized = getattr(config, "quantization_config", None)
+    if not isinstance(quantized, Mapping) or quantized.get("load_in_8bit") or quantized.get("load_in_4bit"):
+        return
+    method = quantized.get("quant_method")
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ValueError(
+            f"the config of {name!r} says that its weights are quantized by quant_method={method!r:.80}, which "
+            f"transformers {transformers.__version__} does not know"
+            f"{nearest(str(method), AUTO_QUANTIZATION_CONFIG_MAPPING)}"
+        )
+
+
+def unknown_type(name: str, error: Exception) -> ValueError | None:
+    """The error for a model whose type transformers does not know; None where it says something else."""
+    named = re.search(r"model type `([^`]*)`", str(error))
+    if named is None:
+        return None
+    return ValueError(
+        f"model {name!r} is of model_type {named[1]!r:.80}, which transformers {transformers.__version__} does not "
+        f"know: correct its config.json, or install a version that does{nearest(named[1], CONFIG_MAPPING)}"
+    )
 
 
 def check_dropouts(config: Any) -> None:

@@ -29,7 +29,7 @@ from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.labels import label_values
-from lowtide.engine.weights.load_errors import check_layers, one_line
+from lowtide.engine.weights.load_errors import check_layers, check_quantization, one_line, unknown_type
 from lowtide.engine.weights.model_init import CODE, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.places import check_config_file, check_model_place
@@ -94,13 +94,16 @@ def saved_config(name: str, init: Mapping[str, Any]) -> PretrainedConfig | None:
         found = AutoConfig.from_pretrained(name, **config_init(init))
     except RecursionError:
         raise ValueError(f"the config of model {name!r} is nested too deeply to be read") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if (unknown := unknown_type(name, error)) is not None:
+            raise unknown from error
         return None
     except Exception as error:  # what it holds is of other kinds than it should be
         raise ValueError(
             f"the config of model {name!r} cannot be read: {type(error).__name__}: {one_line(error)}"
         ) from error
     check_layers(found, name)
+    check_quantization(found, name)
     return found
 
 

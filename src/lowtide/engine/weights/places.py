@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,8 +13,20 @@ from lowtide.own_files import is_strange
 from lowtide.parsing import read_object
 
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers", "num_experts")
-MOST = dict.fromkeys(LAYERS, 10_000) | {"hidden_size": 1_000_000, "vocab_size": 10_000_000}
-"""Counts of a model's config, and what no model has more of: one that does takes hours and all memory to make."""
+HEADS = ("num_attention_heads", "n_head", "encoder_attention_heads", "decoder_attention_heads")
+COUNTS: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(LAYERS, (0, 10_000)),
+    **dict.fromkeys(HEADS, (1, 100_000)),
+    "hidden_size": (1, 1_000_000),
+    "vocab_size": (0, 10_000_000),
+}
+"""Counts of a model's config: the least of each, and what no model has more of, since one that does takes hours and all
+memory to make."""
+SINGLE = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+"""Those that are one number for all layers."""
+DTYPES = re.compile(r"(torch\.)?(auto|b?float16|float(32|64)?|half|double|float8_\w+|float4_\w+)")
+"""Names of what weights may be stored in."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 READ = (".bin", ".jinja", ".json", ".model", ".safetensors")
 """Files of a model's folder that are read, which never ends where they are pipes or devices."""
 
@@ -34,11 +47,12 @@ def check_model_place(name: str, option: str = "model") -> None:
         inside = sorted(each.parent.name for each in path.glob("*/*config.json"))
         hint = f": did you mean {path / inside[0]}?" if inside else ""
         raise ValueError(f"{option} {name!r} cannot be loaded: the folder has no config.json{hint}")
-    if not path.is_dir() and name.startswith((".", "/", "~")):
+    if not path.is_dir() and (name.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(name)):
         siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, siblings, n=1)
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
-        raise ValueError(f"{option} {name!r} cannot be loaded: there is no such folder{hint}")
+        no_name = "" if name.startswith((".", "/", "~")) else ", and a name on the hub is NAME or OWNER/NAME"
+        raise ValueError(f"{option} {name!r} cannot be loaded: there is no such folder{hint or no_name}")
     check_config_file(path)
 
 
@@ -64,9 +78,15 @@ def check_config_file(folder: Path) -> None:
         raise ValueError(f"{unread}{error}") from error
     if not isinstance(config.get("model_type", ""), str):
         raise ValueError(f"{unread}it says model_type={config['model_type']!r}, which is a name")
+    quantized = config.get("quantization_config") or {}
+    if not isinstance(quantized, dict) or not isinstance(quantized.get("quant_method") or "", str):
+        raise ValueError(
+            f"{unread}it says quantization_config={quantized!r:.80}, which is no object with a quant_method"
+        )
     for part in (config, config.get("text_config"), config.get("vision_config")):
         if isinstance(part, dict):
             check_counts(part, str(folder))
+            _check_dtype(part, str(folder))
 
 
 def check_counts(config: Mapping[str, Any], name: str) -> None:
@@ -75,10 +95,27 @@ def check_counts(config: Mapping[str, Any], name: str) -> None:
     Raises:
         ValueError: names the key.
     """
-    for key, most in MOST.items():
+    for key, (least, most) in COUNTS.items():
         count = config.get(key)
-        if isinstance(count, int | float | str) and not (isinstance(count, int) and 0 <= count <= most):
-            raise ValueError(f"the config of {name!r} says {key}={count!r}, and a model has 0 to {most:,}")
+        if isinstance(count, list | dict) and key in SINGLE:
+            raise ValueError(f"the config of {name!r} says {key}={count!r:.80}, which is one number")
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        if isinstance(count, int | float | str) and not (whole and least <= count <= most):
+            raise ValueError(f"the config of {name!r} says {key}={count!r:.80}, and a model has {least} to {most:,}")
+
+
+def _check_dtype(config: Mapping[str, Any], name: str) -> None:
+    for key in ("dtype", "torch_dtype"):
+        dtype = config.get(key)
+        if (
+            dtype is not None
+            and not (isinstance(dtype, str) and DTYPES.fullmatch(dtype))
+            and not isinstance(dtype, dict)
+        ):
+            raise ValueError(
+                f"the config of {name!r} says {key}={dtype!r:.80}, which names nothing that weights are stored in: "
+                "take float32, bfloat16 or float16"
+            )
 
 
 def named_base(adapters: Mapping[str, Any], file: Path) -> str | None:

@@ -112,11 +112,27 @@ def test_it_goes_without_torch(folder):
     subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, cwd=folder, check=True)
 
 
-@pytest.mark.parametrize("config", ["[]", '{"vocab_size": -1}', "{"])
+CONFIGS = [
+    *("[]", "{", '{"vocab_size": -1}', '{"num_attention_heads": 0}', '{"hidden_size": [32]}'),
+    *('{"dtype": "floaty"}', '{"text_config": {"torch_dtype": "floaty"}}', '{"quantization_config": "int4"}'),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_that_is_none_ends_the_check(folder, capsys, config):
     (folder / "m" / "config.json").write_text(config)
     assert main(["check", "run.yaml"]) == 2
     assert "the config of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "a b", "org/name/"])
+def test_a_name_that_the_hub_does_not_have_ends_the_check(folder, capsys, name):
+    assert main(["check", "sft", "--model", name, "--dataset", "turns.jsonl"]) == 2
+    assert f"model '{name}' cannot be loaded: there is no such folder" in capsys.readouterr().err
+
+
+def test_a_share_for_evaluation_is_taken_where_the_number_of_rows_is_known(folder, capsys):
+    assert checked("run.yaml --test_split_size 0.5 --eval_strategy steps --eval_steps 1", capsys)[0] == 0
 
 
 @pytest.mark.parametrize(

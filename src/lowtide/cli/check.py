@@ -33,6 +33,10 @@ YAML = (".yaml", ".yml")
 SAYS_METHOD = re.compile(r"^#.*\blowtide ([a-z0-9-]+)\b", re.MULTILINE)
 PAIRS, UNPAIRED = ("dpo", "orpo", "cpo", "reward"), ("kto", "bco")
 """Methods whose rows are pairs, and single completions."""
+NOT_LOOKED_AT = (
+    "Not looked at: weights, whether transformers knows the type of model and its quantization, how options go "
+    "together, and memory; --memory does all but the first."
+)
 OF_A_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -131,7 +135,7 @@ def _show(found: Sequence[Checked], estimate: Any, *, as_json: bool) -> None:
     for each in found:
         print(shown(f"{'ok ' if each.ok else 'NO '} {each.what}: {each.said}"))
     if ok and estimate is None:
-        print("Not looked at: weights, how options go together, and memory; --memory does the last two.")
+        print(NOT_LOOKED_AT)
 
 
 def _tried(what: str, check: Callable[[], str]) -> Checked:
@@ -188,8 +192,9 @@ def _rows(given: TrainingCommand, first: list[dict[str, Any]]) -> str:
         names = [each for each in (what.dataset, *(what.datasets or ())) if isinstance(each, str)]
         if any(not Path(name).expanduser().exists() for name in names):
             return "a name on the hub, where nothing was asked"
-        evaluates = str(given.values.get("eval_strategy", "no")) != "no"
-        rows, evaluated = replace(what, dataset_streaming=True).load(evaluates=evaluates)
+        splits = what.test_split_size is not None  # by the number of rows, which a stream does not tell
+        evaluates = str(given.values.get("eval_strategy", "no")) != "no" and not splits
+        rows, evaluated = replace(what, dataset_streaming=True, test_split_size=None).load(evaluates=evaluates)
         first.extend(dict(row) for row in islice(iter(rows), FIRST_ROWS))
         if evaluated is not None:
             next(iter(evaluated), None)

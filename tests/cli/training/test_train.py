@@ -252,7 +252,10 @@ def test_a_share_of_a_mixture_is_kept_for_evaluation(sft, tmp_path, model, data)
     status, out, err = sft(*words, "--datasets", entry)
     assert status == 0, err
     assert "eval_loss" in out
-    assert sft(*words, "--dataset", str(data))[0] == 2  # test_split_size without `datasets`
+    assert sft(*words, "--dataset", str(data))[0] == 0
+    assert yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())["test_split_size"] == 0.25
+    status, _, err = sft(*words, "--dataset", str(data), "--eval_dataset", str(data))
+    assert (status, "eval_dataset names others: give one of the two" in err) == (2, True)
 
 
 def test_errors_name_the_file(sft, tmp_path):

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, IterableDataset
 
-from lowtide.data.sources.mixtures import DatasetConfig, load_mixture
+from lowtide.data.sources.load import load_rows
+from lowtide.data.sources.mixtures import DatasetConfig, load_mixture, split_off
+from lowtide.data.sources.titles import title_of
 
 
 @pytest.fixture
@@ -66,6 +68,13 @@ def test_a_test_split_is_the_same_on_every_rank(files):
     assert (len(one["train"]), len(one["test"])) == (10, 4)
     assert texts(one["test"]) == texts(other["test"])
     assert sorted(texts(one["train"]) + texts(one["test"])) == sorted(texts(load_mixture(with_columns(files))["train"]))
+
+
+def test_rows_are_taken_out_of_one_dataset_as_out_of_a_mixture(files):
+    rows = load_rows(files[0])
+    mixture, alone = load_mixture(files[:1], test_split_size=0.25), split_off(rows, 0.25)
+    assert {name: texts(part) for name, part in alone.items()} == {name: texts(part) for name, part in mixture.items()}
+    assert title_of(alone["test"], "test") == title_of(rows, "train") == files[0]
 
 
 def test_streams_are_drawn_from_by_their_shares_and_no_row_twice(files):

@@ -78,9 +78,7 @@ class RunOptions:
         "Columns of the rows by the names that they are to have: prompt=Question,completion=Answer, or JSON; a mapping "
         "in a run file.",
     )
-    test_split_size: float | None = option(
-        None, "Share (below 1) or number of the rows of `datasets` that are kept for evaluation."
-    )
+    test_split_size: float | None = option(None, "Share (below 1) or number of the rows that are kept for evaluation.")
     output_dir: str | None = option(
         None, "Folder for the model, its checkpoints and run.yaml. None: named after the model."
     )
@@ -132,10 +130,11 @@ class RunOptions:
             if not given:
                 without = "; or, without rows, their --lengths" if name == "dataset" and has_rows is not None else ""
                 raise UsageError(f"--{name} is missing: give it, or `{name}:` in the file of --config{without}")
-        if self.test_split_size is not None and not self.datasets:
+        if self.test_split_size is not None and (self.eval_dataset or self.eval_split):
+            named = "eval_dataset" if self.eval_dataset else "eval_split"
             raise UsageError(
-                f"test_split_size={self.test_split_size} requires `datasets`: list the dataset there, or name rows for "
-                "evaluation by --eval_dataset"
+                f"test_split_size={self.test_split_size} takes rows for evaluation out of those to train on, and "
+                f"{named} names others: give one of the two"
             )
 
     def check_places(self) -> None:
@@ -178,6 +177,7 @@ class RunOptions:
 
     def _load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
         from lowtide.data.sources.load import load_rows
+        from lowtide.data.sources.mixtures import split_off
 
         if self.datasets:
             return self._load_mixture(evaluates=evaluates)
@@ -185,6 +185,9 @@ class RunOptions:
         rows = load_rows(
             self.dataset, split=self.dataset_split, name=self.dataset_config, streaming=self.dataset_streaming
         )
+        if self.test_split_size is not None:
+            splits = split_off(rows, self.test_split_size)
+            return splits["train"], splits["test"]
         if self.eval_dataset is not None:
             return rows, load_rows(self.eval_dataset, split=self.eval_split or "train")
         if evaluates or self.eval_split:

@@ -29,7 +29,7 @@ from datasets import (
 from lowtide.data.formats.conversation import quoted
 from lowtide.data.sources.columns import column_names, with_columns
 from lowtide.data.sources.load import load_rows
-from lowtide.data.sources.titles import entitled
+from lowtide.data.sources.titles import entitled, title_of
 from lowtide.parsing import parse_json
 from lowtide.spelling import nearest
 
@@ -84,23 +84,35 @@ def load_mixture(
     parts = [_load(entry, f"datasets[{n}]", streaming=streaming) for n, entry in enumerate(entries)]
     _warn_of_columns(entries, parts)
     mixture = entitled(_mixed(parts, shares, seed), MIXTURE)
+    if test_split_size is not None:
+        return split_off(mixture, test_split_size, seed)
     if isinstance(mixture, IterableDataset):
-        if test_split_size is None:
-            return IterableDatasetDict({"train": mixture})
+        return IterableDatasetDict({"train": mixture})
+    return DatasetDict({"train": mixture})
+
+
+def split_off(rows: Dataset | IterableDataset, test_split_size: float, seed: int = 42) -> DatasetDict:
+    """Take rows for evaluation out of a dataset, at random: the splits "train" and "test".
+
+    Args:
+        test_split_size: The share (below 1) or the number of rows that are taken for "test".
+
+    Raises:
+        ValueError: it is a stream, or has too few rows.
+    """
+    if isinstance(rows, IterableDataset):
         raise ValueError(
             f"test_split_size={test_split_size} needs the number of rows, which a stream does not tell: give rows for "
             "evaluation as a dataset of their own, or set streaming=False"
         )
-    if test_split_size is None:
-        return DatasetDict({"train": mixture})
     try:
-        splits = mixture.train_test_split(test_size=test_split_size, seed=seed)
+        splits = rows.train_test_split(test_size=test_split_size, seed=seed)
     except ValueError as error:
         raise ValueError(
-            f"test_split_size={test_split_size} cannot be taken from {len(mixture)} rows: give a share below 1, or a "
+            f"test_split_size={test_split_size} cannot be taken from {len(rows)} rows: give a share below 1, or a "
             "number of rows that leaves some to train on"
         ) from error
-    return DatasetDict({name: entitled(rows, MIXTURE) for name, rows in splits.items()})
+    return DatasetDict({name: entitled(part, title_of(rows, name)) for name, part in splits.items()})
 
 
 def _entry(given: Any, title: str) -> DatasetConfig:

@@ -11,6 +11,8 @@ import lowtide
 from lowtide.scripts.elsewhere import ELSEWHERE
 
 NAMES = [
+    "AsyncGRPOConfig",
+    "AsyncGRPOTrainer",
     "BCOConfig",
     "BCOTrainer",
     "BEMACallback",

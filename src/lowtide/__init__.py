@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from lowtide.trainers.callbacks.rich_progress import RichProgressCallback
     from lowtide.trainers.callbacks.sync_reference import SyncRefModelCallback
     from lowtide.trainers.callbacks.win_rate import WinRateCallback
+    from lowtide.trainers.online.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from lowtide.trainers.public import (
         BCOConfig,
         BCOTrainer,
@@ -113,6 +114,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncGRPOConfig",
+    "AsyncGRPOTrainer",
     "BCOConfig",
     "BCOTrainer",
     "BEMACallback",
@@ -244,6 +247,7 @@ _NAMES = {
     "lowtide.trainers.callbacks.rich_progress": ("RichProgressCallback",),
     "lowtide.trainers.callbacks.sync_reference": ("SyncRefModelCallback",),
     "lowtide.trainers.callbacks.win_rate": ("WinRateCallback",),
+    "lowtide.trainers.online.async_grpo": ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
 }
 """The public names by the module that they are in."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

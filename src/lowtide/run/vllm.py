@@ -42,7 +42,11 @@ def _remote(options: RolloutOptions, model: nn.Module) -> tuple[Generator, str]:
         )
     url = options.vllm_server_base_url or f"http://{options.vllm_server_host}:{options.vllm_server_port}"
     made = VLLMServerGenerator(
-        url, model, timeout=options.vllm_server_timeout, regex=options.vllm_structured_outputs_regex
+        url,
+        model,
+        timeout=options.vllm_server_timeout,
+        regex=options.vllm_structured_outputs_regex,
+        limits=options.server_limits,
     )
     return made, f"vLLM at {url}, which gets the weights in buckets"
 

@@ -23,10 +23,6 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(("GOLDConfig", "GOLDTrainer"), GOLD),
     **dict.fromkeys(("ServerDistillationConfig", "ServerDistillationTrainer"), SERVER),
     **dict.fromkeys(
-        ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
-        "writes beside training: take GRPOTrainer, and GRPOConfig with max_staleness",
-    ),
-    **dict.fromkeys(
         ("AsyncDistillationConfig", "AsyncDistillationTrainer"),
         "writes beside training: take DistillationConfig and DistillationTrainer",
     ),

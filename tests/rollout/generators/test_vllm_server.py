@@ -18,6 +18,7 @@ from safetensors.torch import save
 from lowtide.rollout.generators.generator import HoldsWeights, Request, Sampling
 from lowtide.rollout.generators.vllm.http import Calls, Refused, ServerError
 from lowtide.rollout.generators.vllm.label import StaleWeights
+from lowtide.rollout.generators.vllm.limits import Limits
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
 from lowtide.rollout.generators.vllm.server import Service
 from lowtide.rollout.generators.vllm.turns import Turn, to_json
@@ -77,7 +78,8 @@ def say(call: BaseHTTPRequestHandler, content: Any, status: int = 200) -> None:
 
 
 def generator_at(url: str, model: torch.nn.Module | None = None, **more: Any) -> VLLMServerGenerator:
-    return VLLMServerGenerator(url, model or tiny_llama(), **{"timeout": 5.0} | more)
+    given: dict[str, Any] = {"timeout": 5.0} | more
+    return VLLMServerGenerator(url, model or tiny_llama(), **given)
 
 
 # -- what goes well ----------------------------------------------------------------------------------------------
@@ -171,6 +173,18 @@ def test_a_copy_that_failed_is_made_anew(server: Running, engine: Remembers):
     assert len(generator.generate(model, REQUESTS, SAMPLING)) == 2
 
 
+def test_no_more_completions_are_asked_for_at_a_time_than_are_allowed(server: Running, engine: Remembers):
+    model = tiny_llama()
+    generator = generator_at(server.url, model, limits=Limits(max_inflight_tasks=2))
+    generator.sync(model, 0)
+
+    found = generator.generate(model, REQUESTS, SAMPLING)
+
+    assert [[turn.token_ids for turn in turns] for [(turns, _)] in engine.asked] == [[[5, 6], [5, 6]], [[7]]]
+    assert [len(group) for group in found] == [2, 1]
+    assert generator.generate(model, [], SAMPLING) == []
+
+
 # -- what does not ------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +262,20 @@ def test_a_server_that_hangs(answering: Callable):
     with pytest.raises(ServerError, match=r"did not answer /x within 0.3 seconds.*raise vllm_server_timeout"):
         Calls(answering(lambda call: time.sleep(2)), 0.3).post("/x", {})
     assert time.monotonic() - start < 1.5
+
+
+def test_completions_and_weights_have_times_of_their_own(server: Running, engine: Remembers):
+    model = tiny_llama()
+    limits = Limits(request_timeout=0.2, weight_sync_timeout=0.3)
+    generator = generator_at(server.url, model, bucket_bytes=3000, limits=limits)
+    generator.sync(model, 0)
+    write, load = engine.write, engine.load
+    engine.write = lambda jobs: (time.sleep(0.4), write(jobs))[1]  # type: ignore[method-assign]
+    with pytest.raises(ServerError, match=r"did not answer /generate within 0.2 seconds.*raise request_timeout"):
+        generator.generate(model, REQUESTS, SAMPLING)
+    engine.load = lambda weights: (time.sleep(0.1), load(weights))[1]  # type: ignore[method-assign]
+    with pytest.raises(ServerError, match=r"did not answer /weights/bucket within 0.3 seconds.*weight_sync_timeout"):
+        generator.sync(model, 1)  # no bucket takes so long, and all of them do
 
 
 def test_a_server_that_sends_ever_so_little(answering: Callable):

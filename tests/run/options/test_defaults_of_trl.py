@@ -10,6 +10,7 @@ import lowtide
 
 trl = pytest.importorskip("trl")
 EXPERIMENTAL = {
+    "AsyncGRPOConfig": "async_grpo",
     "CPOConfig": "cpo",
     "GKDConfig": "gkd",
     "GMPOConfig": "gmpo",
@@ -23,6 +24,8 @@ CONFIGS = sorted(
 OTHERWISE = {
     "padding_free": "rows have no padding unless it is asked for",
     "pad_to_multiple_of": "accepted without effect",
+    "AsyncGRPOConfig.remove_unused_columns": "reward functions read the other columns, in TRL too",
+    "AsyncGRPOConfig.ignore_data_skip": "a resumed run goes on where it was",
     "GKDConfig.truncation_mode": "TRL's collator of GKD keeps the end of a row, whatever its config says",
     "GMPOConfig.loss_type": "TRL's is GRPO's, which its trainer does not read",
     "GMPOConfig.use_bias_correction_kl": "TRL's is GRPO's, which its trainer does not read",

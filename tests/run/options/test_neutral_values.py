@@ -25,8 +25,8 @@ OFF: dict[str, Any] = {
     **{"simpo_gamma": 0.0, "vespo_k_pos": 0.0, "span_geometric_p": 0.0, "entropy_coef": 0.0, "eval_steps": None},
 }
 """What asks for nothing, whether or not a method has it. Options of one method are off in all others."""
-NEEDED = {("OnlineDPOConfig", "beta")}
-"""Nothing works without these: a divisor."""
+NEEDED = {("OnlineDPOConfig", "beta"), ("AsyncGRPOConfig", "use_vllm")}
+"""Nothing works without these: a divisor, and the server of a trainer beside one."""
 
 
 def default_of(field: dataclasses.Field) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.methods.online.rollouts import RewardedOptions
-from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, option
+from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, Range, option
+from lowtide.rollout.generators.vllm.limits import Limits
 
 
 @dataclass(kw_only=True)
@@ -27,6 +28,19 @@ class AheadOptions(RewardedOptions):
     weight_sync_steps: int = option(
         1, "The most optimizer steps between copies of the weights; a window is always preceded by one.", COUNT
     )
+    max_inflight_tasks: int = option(
+        -1,
+        "The most completions that a rank asks a server for at a time; -1: all of a batch, 32 of `vllm serve`.",
+        Range(least=1, also=-1),
+    )
+    request_timeout: float | None = option(
+        None, "Seconds that a server may take for a request of completions. None: `vllm_server_timeout`.", POSITIVE
+    )
+    weight_sync_timeout: float | None = option(
+        None,
+        "Seconds that a server may take for a copy of the weights. None: `vllm_server_timeout` for each bucket.",
+        POSITIVE,
+    )
     heartbeat_stale_after_s: float = option(
         300.0, "Seconds that a window may be rewarded for beside training, before the run ends.", POSITIVE
     )
@@ -39,6 +53,11 @@ class AheadOptions(RewardedOptions):
         fresh = self.max_staleness * steps // repeats
         held = max(steps // repeats, 1)  # those that are written by one copy of the weights, which is all a server has
         return min(fresh, held, self.queue_maxsize // self.written_at_a_time)
+
+    @property
+    def server_limits(self) -> Limits:
+        at_a_time = None if self.max_inflight_tasks < 0 else self.max_inflight_tasks
+        return Limits(self.request_timeout, self.weight_sync_timeout, at_a_time)
 
     def check_rollouts(self) -> None:
         """As of any rollouts.
@@ -54,10 +73,18 @@ class AheadOptions(RewardedOptions):
                 f"weight_sync_steps={self.weight_sync_steps} is above {steps}, the optimizer steps that learn from a "
                 "window, each of which is written by weights of its own: set it to 1, or raise steps_per_generation"
             )
+        served = self.use_vllm and self.vllm_mode == "server"
+        for name in ("max_inflight_tasks", "request_timeout", "weight_sync_timeout"):
+            value = getattr(self, name)
+            if not served and value not in (None, -1) and name in self.requested:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"{name}={value:g} limits what a server is asked for: set use_vllm=True and vllm_mode='server', or "
+                    "leave it out"
+                )
         if not self.max_staleness:
             return
         beside = f"max_staleness={self.max_staleness} has completions written beside training,"
-        if not (self.use_vllm and self.vllm_mode == "server"):
+        if not served:
             raise ValueError(
                 f"{beside} which a server does: set use_vllm=True and vllm_mode='server', or max_staleness=0"
             )

@@ -18,6 +18,7 @@ from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, option
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import launched
 from lowtide.rollout.generators.generator import Completion, Sampling
+from lowtide.rollout.generators.vllm.limits import Limits
 from lowtide.rollout.images import PromptImages
 from lowtide.rollout.rollout import Rollout
 from lowtide.score_rules import ScoreRule
@@ -217,6 +218,11 @@ class RolloutOptions(WritingOptions):
     def corrects(self) -> bool:
         """Whether ratios take in how the generator's probabilities differ from the policy's."""
         return False
+
+    @property
+    def server_limits(self) -> Limits:
+        """What a server is held to, beside `vllm_server_timeout`."""
+        return Limits()
 
     @property
     def generations_eval(self) -> int:

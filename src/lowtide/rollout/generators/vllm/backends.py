@@ -11,10 +11,11 @@ in an environment that lowtide is installed in too. What it cannot do is refused
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
 
 from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.vllm.facts import Facts
@@ -31,14 +32,34 @@ BYTES_OF_TOKEN = 1024
 OWN = "lowtide vllm-serve --model MODEL"
 
 
-class LowtideServer:
-    """`lowtide vllm-serve`."""
+class Spoken:
+    """A server that calls are made of.
+
+    Args:
+        at_a_time: the most completions that it is asked for; None leaves it to the kind of server.
+    """
 
     most = 1
     """The part of a bucket's bytes that it takes at a time, as a divisor."""
 
-    def __init__(self, calls: Calls, info: dict[str, Any], regex: str | None) -> None:
-        self.calls, self.info, self.regex = calls, info, regex
+    def __init__(self, calls: Calls, regex: str | None, at_a_time: int | None) -> None:
+        self.calls, self.regex, self.at_a_time = calls, regex, at_a_time
+
+    def by(self, calls: Calls) -> Self:
+        """The same server by other calls."""
+        if calls is self.calls:
+            return self
+        other = copy.copy(self)
+        other.calls = calls
+        return other
+
+
+class LowtideServer(Spoken):
+    """`lowtide vllm-serve`."""
+
+    def __init__(self, calls: Calls, info: dict[str, Any], regex: str | None, at_a_time: int | None = None) -> None:
+        super().__init__(calls, regex, at_a_time)
+        self.info = info
         if info.get("protocol") != PROTOCOL:
             raise ValueError(
                 f"the server at {calls.url} is of another version of lowtide (protocol {info.get('protocol')}, here "
@@ -69,17 +90,23 @@ class LowtideServer:
 
     def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
         """The label of the weights that wrote, and what they did."""
-        try:
-            most = sum(turn.most for turn in turns) * BYTES_OF_TOKEN
-            found = self.calls.post("/generate", {"label": label, **to_json(turns, sampling)}, most)
-        except Refused as error:
-            if error.status != 409:
-                raise
-            return self.label(), []
-        return found.get("label"), answer_of_json(found.get("completions"))
+        held: Any = label
+        written: list[WrittenTurn] = []
+        each = self.at_a_time or max(len(turns), 1)
+        for asked in (turns[start : start + each] for start in range(0, len(turns), each)):
+            try:
+                most = sum(turn.most for turn in asked) * BYTES_OF_TOKEN
+                found = self.calls.post("/generate", {"label": label, **to_json(asked, sampling)}, most)
+            except Refused as error:
+                if error.status != 409:
+                    raise
+                return self.label(), []
+            held = found.get("label") if held == label else held
+            written += answer_of_json(found.get("completions"))
+        return held, written
 
 
-class VLLMServe:
+class VLLMServe(Spoken):
     """vLLM's own server.
 
     Raises:
@@ -88,8 +115,8 @@ class VLLMServe:
 
     most = 2  # a bucket is text there
 
-    def __init__(self, calls: Calls, regex: str | None) -> None:
-        self.calls, self.regex = calls, regex
+    def __init__(self, calls: Calls, regex: str | None, at_a_time: int | None = None) -> None:
+        super().__init__(calls, regex, at_a_time)
         self.card = calls.get("/v1/models")["data"][0]
         try:
             config = calls.get("/server_info?config_format=json")["vllm_config"]["model_config"]
@@ -134,7 +161,7 @@ class VLLMServe:
         self.calls.post("/reset_prefix_cache")
 
     def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
-        with ThreadPoolExecutor(AT_A_TIME) as pool:
+        with ThreadPoolExecutor(self.at_a_time or AT_A_TIME) as pool:
             found = list(pool.map(lambda turn: self._one(turn, sampling), turns))
         return self.label(), found
 
@@ -168,8 +195,11 @@ class VLLMServe:
         return WrittenTurn(ids, numbers, "stop" if stopped else "length")
 
 
-def backend_at(calls: Calls, regex: str | None) -> LowtideServer | VLLMServe:
+def backend_at(calls: Calls, regex: str | None, at_a_time: int | None = None) -> LowtideServer | VLLMServe:
     """The interface of the server at an address.
+
+    Args:
+        at_a_time: as of `Spoken`.
 
     Raises:
         ServerError: there is none.
@@ -180,8 +210,8 @@ def backend_at(calls: Calls, regex: str | None) -> LowtideServer | VLLMServe:
     except Refused:
         info = None
     if isinstance(info, dict) and info.get("server") == "lowtide":
-        return LowtideServer(calls, info, regex)
+        return LowtideServer(calls, info, regex, at_a_time)
     try:
-        return VLLMServe(calls, regex)
+        return VLLMServe(calls, regex, at_a_time)
     except Refused as error:
         raise ValueError(f"what answers at {calls.url} is no vLLM server: start `{OWN}`") from error

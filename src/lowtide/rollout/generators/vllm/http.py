@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import http.client
 import json
+import math
 import socket
 import threading
 import time
@@ -63,19 +65,36 @@ class Calls:
     Args:
         url: its address, `http://host:port` and perhaps a path.
         timeout: seconds that a call may take.
+        option: the one that sets them, for messages.
 
     Raises:
         ValueError: the address is none.
     """
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, option: str = "vllm_server_timeout") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"vllm_server_base_url={url!r} is no address of a server, such as http://localhost:8000")
-        self.url, self.timeout = url.rstrip("/"), timeout
+        self.url, self.timeout, self.option = url.rstrip("/"), timeout, option
         self._parts = parts
+        self.until = math.inf
+        """When the last call has ended at the latest, as `time.monotonic` says it."""
         self._secret = secret_for(parts.hostname, parts.port)
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+
+    def within(self, seconds: float | None, option: str) -> Calls:
+        """The same server, with other seconds for a call, which an option sets; itself where they are None."""
+        if seconds is None:
+            return self
+        other = copy.copy(self)
+        other.timeout, other.option = seconds, option
+        return other
+
+    def ending(self) -> Calls:
+        """The same server, whose calls from now on have the seconds of one call together."""
+        other = copy.copy(self)
+        other.until = time.monotonic() + self.timeout
+        return other
 
     def get(self, path: str, timeout: float | None = None) -> Any:
         """The JSON that a server answers; None for an empty answer.
@@ -128,8 +147,9 @@ class Calls:
         if self._secret is not None:
             headers = {**headers, "Authorization": f"Bearer {self._secret}"}
         timeout = self.timeout if timeout is None else timeout
-        until = time.monotonic() + timeout
-        connection = self._kind(self._parts.hostname or "", self._parts.port, timeout=timeout)
+        until = min(time.monotonic() + timeout, self.until)
+        left = max(until - time.monotonic(), 0.001)
+        connection = self._kind(self._parts.hostname or "", self._parts.port, timeout=left)
         try:
             connection.connect()
             with _ended_at(until, connection.sock):
@@ -140,7 +160,7 @@ class Calls:
             if isinstance(error, TimeoutError) or time.monotonic() >= until:
                 raise ServerError(
                     f"the vLLM server at {self.url} did not answer {path} within {timeout:g} seconds: it hangs, or "
-                    "what it was asked takes longer (raise vllm_server_timeout then)"
+                    f"what it was asked takes longer (raise {self.option} then)"
                 ) from error
             raise ServerError(
                 f"the vLLM server at {self.url} cannot be reached, or went away during {path}: "

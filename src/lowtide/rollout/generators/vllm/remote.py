@@ -21,6 +21,7 @@ from lowtide.rollout.generators.vllm.backends import backend_at
 from lowtide.rollout.generators.vllm.facts import SHAPES, Facts
 from lowtide.rollout.generators.vllm.http import Calls, ServerError
 from lowtide.rollout.generators.vllm.label import Label, StaleWeights
+from lowtide.rollout.generators.vllm.limits import Limits
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, check_answer, check_length, write_all
 from lowtide.rollout.generators.vllm.weights import MAX_BUCKET_BYTES, Copies, buckets, to_bytes
 
@@ -37,6 +38,7 @@ class VLLMServerGenerator:
         timeout: seconds that each wait may take: for the server to answer at all, for a bucket, for a batch.
         regex: what completions must match.
         bucket_bytes: of the weights that travel at a time.
+        limits: of the server once it is there.
 
     Raises:
         ServerError: no server answers.
@@ -51,11 +53,12 @@ class VLLMServerGenerator:
         timeout: float = 240.0,
         regex: str | None = None,
         bucket_bytes: int = MAX_BUCKET_BYTES,
+        limits: Limits = Limits(),  # noqa: B008  # it is frozen
     ) -> None:
         self.calls = Calls(url, timeout)
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes, self.limits = bucket_bytes, limits
         self.calls.wait("/health")
-        self.backend = backend_at(self.calls, regex)
+        self.backend = backend_at(self.calls, regex, limits.max_inflight_tasks)
         self.facts = self.backend.facts()
         check_model(self.facts, model, f"at {self.calls.url}")
         self.run = _same_on_all_ranks(uuid.uuid4().hex)
@@ -87,13 +90,19 @@ class VLLMServerGenerator:
             self._copies.took_all(model)
         self._count, self.label = label.copy, label
 
+    def _sending(self) -> Calls:
+        """The calls of a copy of the weights."""
+        seconds = self.limits.weight_sync_timeout
+        return self.calls if seconds is None else self.calls.within(seconds, "weight_sync_timeout").ending()
+
     def _send(self, model: nn.Module, label: Label) -> None:
-        self.backend.begin(label)
+        backend = self.backend.by(self._sending())
+        backend.begin(label)
         number = 0
-        most = self.bucket_bytes // self.backend.most
+        most = self.bucket_bytes // backend.most
         for number, bucket in enumerate(buckets(self._copies.lacking(model), most), start=1):  # noqa: B007
-            self.backend.send(label, to_bytes(bucket))
-        self.backend.end(label, number)
+            backend.send(label, to_bytes(bucket))
+        backend.end(label, number)
 
     def _await(self, label: Label) -> None:
         """Until the first rank has sent the weights.
@@ -101,12 +110,13 @@ class VLLMServerGenerator:
         Raises:
             ServerError: it has not within the time.
         """
-        until = time.monotonic() + self.calls.timeout
+        calls = self._sending()
+        until = time.monotonic() + calls.timeout
         while self.backend.label() != asdict(label):
             if time.monotonic() > until:
                 raise ServerError(
                     f"{self.whose} did not get the weights of step {label.version} from the first rank within "
-                    f"vllm_server_timeout={self.calls.timeout:g} seconds: see what that rank says"
+                    f"{calls.option}={calls.timeout:g} seconds: see what that rank says"
                 )
             time.sleep(0.1)
 
@@ -127,9 +137,10 @@ class VLLMServerGenerator:
             requests, sampling, self.facts.max_model_length, "start the server with a larger --max_model_length"
         )
         vocabulary = embedding_weight(model).shape[0]
+        backend = self.backend.by(self.calls.within(self.limits.request_timeout, "request_timeout"))
 
         def write(turns: Sequence[Turn], how: Sampling) -> list[WrittenTurn]:
-            held, found = self.backend.write(turns, how, asdict(label))
+            held, found = backend.write(turns, how, asdict(label))
             label.check(held, self.whose)
             check_answer(turns, found, vocabulary, self.whose)
             return found

@@ -10,9 +10,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any, cast
 
-from datasets import Dataset
+import torch
+from datasets import Dataset, IterableDataset
 from torch import nn
 
+from lowtide.data.sources.columns import column_names
+from lowtide.data.sources.titles import entitled, title_of
 from lowtide.engine.forward import parted_over
 from lowtide.methods.online.learning import Learning
 from lowtide.methods.online.rollouts import RewardedOptions, RolloutOptions
@@ -34,6 +37,19 @@ logger = logging.getLogger(__name__)
 
 OF_ROLLOUTS = (*OF_REWARDS, "tools", "rollout_func", "value_model")
 """Arguments of the trainer that are of rollouts alone."""
+
+
+EMPTY_PROMPT = {"prompt": [{"role": "user", "content": ""}]}
+"""Of a row whose environment writes the prompt: what its `reset` returns is added to the last message."""
+
+
+def _with_prompts(rows: Any, name: str) -> Any:
+    """The rows, with empty prompts for environments to write where they have none."""
+    if not isinstance(rows, Dataset | IterableDataset) or "prompt" in column_names(rows):
+        return rows
+    title = title_of(rows, name.removesuffix("_dataset"))
+    logger.warning(f"{title} has no column `prompt`: what the environment's reset returns is the whole prompt")
+    return entitled(rows.map(lambda _: EMPTY_PROMPT), title)
 
 
 class OnlineTrainer(ReferenceTrainer):
@@ -85,6 +101,13 @@ class OnlineTrainer(ReferenceTrainer):
             )
         if given["train_dataset"] is None and self._given["environment_factory"] is not None:
             given["train_dataset"] = self._empty_prompts(given["args"])
+        elif self._given["environment_factory"] is not None:
+            for name in ("train_dataset", "eval_dataset"):
+                rows = given.get(name)
+                each = (
+                    {key: _with_prompts(part, name) for key, part in rows.items()} if isinstance(rows, dict) else None
+                )
+                given[name] = _with_prompts(rows, name) if each is None else type(rows)(each)
         return given | {"data_collator": None}, older
 
     def _empty_prompts(self, args: Any) -> Dataset:
@@ -99,7 +122,7 @@ class OnlineTrainer(ReferenceTrainer):
             lacks = lacks if several else "max_steps is not set, which is then the length of the run"
             raise ValueError(f"{title}: `train_dataset` is required, since {lacks}")
         count = max(args.written_at_a_time // args.num_generations, 1)
-        return Dataset.from_list([{"prompt": [{"role": "user", "content": ""}]}] * count)
+        return Dataset.from_list([EMPTY_PROMPT] * count)
 
     @property
     def learning(self) -> Learning:
@@ -133,6 +156,11 @@ class OnlineTrainer(ReferenceTrainer):
     def reward_processing_classes(self) -> list[Any]:
         """Of each reward the tokenizer of its model; None of a function."""
         return [getattr(source, "tokenizer", None) for source in getattr(self.rewards, "sources", ())]
+
+    @property
+    def reward_weights(self) -> torch.Tensor | None:
+        """The weight of each column of rewards, `[columns]`; None where nothing rewards."""
+        return getattr(self.rewards, "weights", None)
 
     @property
     def entropy_coef(self) -> float:

@@ -23,6 +23,7 @@ from lowtide.engine.probe import probe
 from lowtide.ops import recurrence
 from lowtide.ragged import RaggedBatch
 from tests.support.models import architectures
+from tests.support.models.tiny_llama import tiny_llama
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 LLAMA = LlamaConfig(**SIZES, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -142,3 +143,12 @@ def test_a_model_with_experts_is_isolated_to_rounding(dtype):
     experts = {"head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SIZES, **FURTHER, **experts)).to(dtype)
     assert probe(model).isolated
+
+
+def test_a_config_that_asks_for_attention_weights_can_be_saved(tmp_path, caplog):
+    model = tiny_llama()
+    vars(model.config)["_output_attentions"] = True  # as a config.json says it
+    assert model.config.output_attentions
+    install(model)
+    assert "output_attentions=True, which has no effect" in caplog.text
+    model.save_pretrained(tmp_path)

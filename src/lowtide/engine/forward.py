@@ -6,6 +6,7 @@ with the same result; that path is also the reference that the ragged one is tes
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -45,6 +46,8 @@ from lowtide.ranks.group import RankGroup
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.ranks.shards import whole_shape
 from lowtide.ranks.tensor import TensorParallel
+
+logger = logging.getLogger(__name__)
 
 COMPUTED_IN = "_lowtide_computed_in"
 """The attribute of a model that says in which dtype `score` has autocast take its products."""
@@ -128,6 +131,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     install_linear(inner)
     install_rotary(inner)
     if padding_free:
+        _keep_no_attentions(inner)
         inner.set_attn_implementation(NAME)
         tower: Any = getattr(body(inner), "visual", None)
         if isinstance(tower, PreTrainedModel):
@@ -138,6 +142,15 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
             install_pairs(inner)
     if (other := model_beside(inner)) is not None:
         install(other, padding_free=padding_free)
+
+
+def _keep_no_attentions(model: Any) -> None:
+    """Switches `output_attentions` off: attention never has a weight for each pair of tokens, and a config that asks
+    for them could not be saved."""
+    for config in (model.config, model.config.get_text_config()):
+        if config.output_attentions:
+            config.output_attentions = False
+            logger.warning("the model's config says output_attentions=True, which has no effect: it is switched off")
 
 
 def first_position(model: nn.Module) -> int:

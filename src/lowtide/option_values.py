@@ -225,6 +225,20 @@ def in_float32(value: float) -> float:
     return 0.0 if abs(value) < SMALLEST_FLOAT32 else value
 
 
+def check_flags(option: str, given: object, names: Iterable[str]) -> None:
+    """Refuses words and numbers in a mapping's place of true or false, where "no" would be taken for true.
+
+    Args:
+        given: the mapping; anything else is left alone.
+
+    Raises:
+        ValueError: names the key.
+    """
+    for name in names if isinstance(given, Mapping) else ():
+        if not isinstance(given.get(name), bool | None):
+            raise ValueError(f"{option}: {name}={given[name]!r} must be true or false")
+
+
 def plain(value: Any) -> Any:
     """The value of an enumeration's member; others as they are."""
     return value.value if isinstance(value, enum.Enum) else value

@@ -65,7 +65,7 @@ COMMAND_LINES = {
     "a slice of a split that is none": (f"sft {TRAIN} --dataset_split train[:200%]", "split 'train[:200%]', can't be"),
     "more to evaluate on than there is": (
         'sft --model {model} --use_cpu --test_split_size 500 --datasets {{"path":"{rows}"}}',
-        "test_split_size=500.0 cannot be taken from 4 rows",
+        "test_split_size=500 cannot be taken from 4 rows",
     ),
     "modules to train whole that are not there": (
         f"sft {TRAIN} --use_peft --lora_modules_to_save nowhere",

@@ -34,6 +34,13 @@ def steps(kind: str, given: Any, **options: Any) -> tuple[list[float], dict[str,
     return losses, {name: p.detach() for name, p in trainer.model.named_parameters()}
 
 
+def test_rows_that_are_all_dropped_with_the_last_batch_are_said_to_be():
+    rows = rows_of("SFT")
+    trainer = over("SFT", rows, dataloader_drop_last=True, per_device_train_batch_size=len(rows) + 1, max_steps=1)
+    with pytest.raises(ValueError, match="dataloader_drop_last=True drops a last batch that is not full"):
+        trainer.train()
+
+
 def nothing_to_train_on() -> Iterator[dict[str, str]]:
     """Rows whose completions are beyond `max_length=4`."""
     yield from [{"prompt": "1+1=", "completion": "x" * 9}] * 3

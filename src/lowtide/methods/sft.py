@@ -11,6 +11,7 @@ from lowtide.methods.shared.options import TurnOptions, VisionOptions
 from lowtide.methods.shared.rows import Texts
 from lowtide.objectives.sft import LOSSES
 from lowtide.option import COUNT, NOT_NEGATIVE, PATH, option
+from lowtide.option_values import check_flags
 
 
 @dataclass(kw_only=True)
@@ -74,6 +75,7 @@ class TextOptions:
                 f"dataset_kwargs has {sorted(set(self.dataset_kwargs) - {'skip_prepare_dataset'})}: "
                 "its only key is 'skip_prepare_dataset'"
             )
+        check_flags("dataset_kwargs", self.dataset_kwargs, ["skip_prepare_dataset"])
         if self.packing and self.max_length is None:
             raise ValueError("packing=True needs max_length, the capacity of a bin: set it to a number of tokens")
         if self.packing and self.truncation_mode == "keep_end" and self.packing_strategy != "bfd":

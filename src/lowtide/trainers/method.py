@@ -175,7 +175,7 @@ class MethodTrainer(LowtideTrainer):
 
     def _plan(self, given: Mapping[str, Any]) -> Fitted:
         """The settings that `memory_budget` chooses, set in the config."""
-        if not self.args.memory_budget:
+        if self.args.memory_budget is None:
             return Fitted({}, "")
         plainly = self.own_loss.evaluates(predicts=True) or given.get("preprocess_logits_for_metrics") is not None
         return fit_budget(

@@ -221,10 +221,13 @@ class RowOrder:
             ValueError: the first pass gave no batch.
         """
         if self.place == (0, 0):
-            raise ValueError(
-                f"train_dataset gave no batch, so that nothing can be trained: the stream has less than {self.fewest} "
-                "rows with something to train on. Pass more rows, or longer ones (max_length)"
-            )
+            raise ValueError(f"train_dataset gave no batch, so that nothing can be trained: {self._why_none()}")
+
+    def _why_none(self) -> str:
+        rows = f"the stream has less than {self.fewest} rows with something to train on"
+        if self.args.dataloader_drop_last:
+            rows = "dataloader_drop_last=True drops a last batch that is not full, and there are not rows for one"
+        return f"{rows}. Pass more rows, or longer ones (max_length)"
 
     def begin_epoch(self, loader: DataLoader, epoch: int, taken: int) -> None:
         """A pass over the rows, of which so many batches were taken before."""

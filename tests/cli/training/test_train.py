@@ -226,6 +226,11 @@ def test_an_empty_output_folder_is_refused(sft):
     assert (status, "output_dir is empty" in err) == (2, True)
 
 
+def test_a_budget_that_is_empty_is_no_amount(sft):
+    status, _, err = sft("--memory_budget", "")
+    assert (status, "memory budget '' is no amount of memory" in err) == (2, True)
+
+
 def test_several_datasets_train_as_one_file_of_them_would(sft, tmp_path, model, data):
     lines = data.read_text().splitlines(keepends=True)
     one, two, both = (tmp_path / name for name in ("one.jsonl", "two.jsonl", "both.jsonl"))

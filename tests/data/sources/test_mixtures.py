@@ -74,6 +74,8 @@ def test_rows_are_taken_out_of_one_dataset_as_out_of_a_mixture(files):
     rows = load_rows(files[0])
     mixture, alone = load_mixture(files[:1], test_split_size=0.25), split_off(rows, 0.25)
     assert {name: texts(part) for name, part in alone.items()} == {name: texts(part) for name, part in mixture.items()}
+    assert texts(split_off(rows, 3.0)["test"]) == texts(split_off(rows, 3)["test"])  # as the command reads a number
+    assert len(split_off(rows, 3)["test"]) == 3
     assert title_of(alone["test"], "test") == title_of(rows, "train") == files[0]
 
 

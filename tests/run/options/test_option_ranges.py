@@ -10,6 +10,7 @@ import pytest
 
 import lowtide
 from lowtide.cli.training.adapters import AdapterOptions
+from lowtide.engine.weights.model_init import model_init
 from lowtide.option_values import options_of
 from lowtide.run.options.inherited_ranges import INHERITED_RANGES
 from tests.support.matrix.matrix import classes, make
@@ -186,3 +187,22 @@ def test_a_subclass_keeps_the_ranges_of_what_it_gives_another_default(tmp_path):
     assert Mine(output_dir=str(tmp_path)).beta == 0.5
     with pytest.raises(ValueError, match=r"^beta=-1 must be at least 0"):
         Mine(output_dir=str(tmp_path), beta=-1)
+
+
+FLAGS = [
+    ("accelerator_config", "split_batches"),
+    ("gradient_checkpointing_kwargs", "use_reentrant"),
+    ("dataset_kwargs", "skip_prepare_dataset"),
+]
+
+
+@pytest.mark.parametrize(("option", "name"), FLAGS)
+@pytest.mark.parametrize("value", ["no", 3, [True]])
+def test_a_word_is_not_taken_for_true(option, name, value, tmp_path):
+    with pytest.raises(ValueError, match=rf"{option}: {name}=.* must be true or false"):
+        lowtide.SFTConfig(output_dir=str(tmp_path), **{option: {name: value}})
+
+
+def test_code_that_comes_with_a_model_is_not_run_for_a_word():
+    with pytest.raises(ValueError, match="model_init_kwargs: trust_remote_code='no' must be true or false"):
+        model_init({"trust_remote_code": "no"})

@@ -105,11 +105,12 @@ def split_off(rows: Dataset | IterableDataset, test_split_size: float, seed: int
             f"test_split_size={test_split_size} needs the number of rows, which a stream does not tell: give rows for "
             "evaluation as a dataset of their own, or set streaming=False"
         )
+    size = int(test_split_size) if test_split_size >= 1 and test_split_size % 1 == 0 else test_split_size
     try:
-        splits = rows.train_test_split(test_size=test_split_size, seed=seed)
+        splits = rows.train_test_split(test_size=size, seed=seed)
     except ValueError as error:
         raise ValueError(
-            f"test_split_size={test_split_size} cannot be taken from {len(rows)} rows: give a share below 1, or a "
+            f"test_split_size={size} cannot be taken from {len(rows)} rows: give a share below 1, or a "
             "number of rows that leaves some to train on"
         ) from error
     return DatasetDict({name: entitled(part, title_of(rows, name)) for name, part in splits.items()})

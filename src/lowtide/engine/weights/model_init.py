@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lowtide.option_values import check_flags
+
 CODE, WEIGHTS = "trust_remote_code", "quantization_config"
 
 
@@ -28,6 +30,7 @@ def model_init(
         ValueError: the quantization is given in both places.
     """
     init = {name: value for name, value in (given or {}).items() if value is not None}
+    check_flags("model_init_kwargs", init, [CODE])
     if "torch_dtype" in init:
         dtype = init.pop("torch_dtype")
         init.setdefault("dtype", dtype)

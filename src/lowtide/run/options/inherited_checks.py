@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 
 from lowtide.compat.torch import compile_modes
+from lowtide.option_values import check_flags
 from lowtide.run.options.schedule import schedule_arguments
 from lowtide.spelling import nearest
 
@@ -30,6 +31,8 @@ COUNTED = ("all", "non_padding", "no")
 FROM_TRAINER = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
 WITHOUT_ARGUMENTS = {SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP}
 """Schedules to which transformers passes no `lr_scheduler_kwargs`."""
+OF_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+OF_CHECKPOINTS = ("use_reentrant", "preserve_rng_state", "debug", "early_stop")
 TRIED_STEPS, TRIED_RUN = 3, 10**6
 """Steps that a schedule is tried for, of a run of so many."""
 
@@ -50,6 +53,8 @@ def check_inherited(args: Any) -> None:
     given = args.accelerator_config
     if isinstance(given, Mapping):
         _refuse_unknown("accelerator_config", given, [each.name for each in dataclasses.fields(AcceleratorConfig)])
+        check_flags("accelerator_config", given, OF_LOADERS)
+    check_flags("gradient_checkpointing_kwargs", args.gradient_checkpointing_kwargs, OF_CHECKPOINTS)
     if args.optim_args and not all(part.count("=") == 1 for part in args.optim_args.split(",")):
         raise ValueError(f"optim_args={args.optim_args!r} must be of the form 'name=value,name=value'")
     if args.dataloader_persistent_workers and not args.dataloader_num_workers:

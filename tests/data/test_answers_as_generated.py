@@ -108,16 +108,6 @@ def test_implicit_prompts_are_those_that_a_row_gives(tokenizer):
     assert prepared(rows, tokenizer) == prepared(PAIRS, tokenizer)
 
 
-def test_a_completion_of_several_turns_is_taken_whole_and_told(tokenizer, caplog):
-    longer = {**PAIRS[0], "rejected": [said("42"), asked("Really?"), said("Yes")]}
-    with caplog.at_level(logging.WARNING):
-        first, second = prepared([longer, PAIRS[1]], tokenizer)
-    assert texts(tokenizer, first)["chosen"].endswith("24<|im_end|>\n")
-    assert texts(tokenizer, first)["rejected"].endswith("Yes<|im_end|>\n")
-    assert texts(tokenizer, second)["chosen"] == "12 clips in May<|im_end|>"
-    assert caplog.text.count("in 1 of 2 rows (the first is row 0) a completion is not one message") == 1
-
-
 def test_a_reward_model_reads_a_side_at_its_stop_token(tokenizer):
     longer = {**PAIRS[0], "rejected": [said("42"), asked("Really?"), said("Yes")]}
     for row in prepared([longer, PAIRS[1]], tokenizer, whole=True):

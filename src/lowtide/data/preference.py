@@ -22,6 +22,7 @@ from jaxtyping import Int
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.datasets import fingerprint_of
+from lowtide.data.batches.completion_rounds import round_features, without_empty
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.cache.cached_map import Preparer, map_cached, reading, warn_merged, with_end_token
 from lowtide.data.cache.fingerprint import VERSION, combine, rows_fingerprint
@@ -115,7 +116,7 @@ def prepare_pairs(
             images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
         with_margins = "margin" in row_format.columns
         tabulate = _tabulated(options, whole=whole, margins=with_margins)
-        more = {**({"margin": Value("float32")} if with_margins else {}), **({} if images is None else IMAGE_FEATURES)}
+        more = _pair_columns(with_margins, images, encoder)
         features, wanted = noted_features(parts, **more), [*token_columns(parts), *more]
         rows, preparer = dataset.with_format(None), _Preparer(encoder, tabulate, images)
         rows = rows.select_columns([*row_format.columns, *shown])
@@ -127,7 +128,7 @@ def prepare_pairs(
     padding = padding_share(statistics.lengths, batch_size, longest=longest, sequences=len(parts) - 1)
     prepared = prepared if statistics.numbers is None else prepared.select(statistics.numbers)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
-    return prepared.select_columns(wanted), ledger
+    return without_empty(prepared.select_columns(wanted)), ledger
 
 
 def _format_of(columns: list[str], options: PreferenceOptions, source: str, **how: bool) -> RowFormat[PreferenceSample]:
@@ -199,7 +200,7 @@ def prepare_unpaired(
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source)
         if images is not None:
             images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
-        more = _unpaired_columns(has_kl, images)
+        more = _unpaired_columns(has_kl, images, encoder)
         features, wanted = noted_features(UNPAIRED_PARTS, **more), [*token_columns(UNPAIRED_PARTS), *more]
         rows = dataset.with_format(None).select_columns([*row_format.columns, *shown])
         tabulate = partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl)
@@ -213,7 +214,7 @@ def prepare_unpaired(
     numbers, lengths = _in_order(statistics, len(prepared), in_runs=encoder.is_paired)
     padding = padding_share(lengths, batch_size)
     ledger = statistics.ledger(name=name, batch_size=batch_size, padding_avoided=padding, read_as=row_format.title)
-    chosen = (prepared if numbers is None else prepared.select(numbers)).select_columns(wanted)
+    chosen = without_empty((prepared if numbers is None else prepared.select(numbers)).select_columns(wanted))
     _check_baseline(chosen, has_kl, source)
     _warn_of_labels(chosen, source)
     fingerprint = combine(VERSION, fingerprint_of(prepared), "kl", kl_block)
@@ -232,9 +233,19 @@ def _in_order(
     return numbers[order], lengths[order]
 
 
-def _unpaired_columns(has_kl: bool, images: ImageExpander | None) -> dict[str, Any]:
+def _pair_columns(with_margins: bool, images: ImageExpander | None, encoder: SideEncoder) -> dict[str, Any]:
+    """The columns of rows of pairs beside their tokens."""
+    more: dict[str, Any] = {"margin": Value("float32")} if with_margins else {}
+    if encoder.in_rounds:
+        more |= round_features(token_columns(encoder.side_names))
+    return more if images is None else {**more, **IMAGE_FEATURES}
+
+
+def _unpaired_columns(has_kl: bool, images: ImageExpander | None, encoder: SideEncoder) -> dict[str, Any]:
     """The columns of rows of single completions beside their tokens."""
     more: dict[str, Any] = {"label": Value("bool"), **({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})}
+    if encoder.in_rounds:
+        more |= round_features(token_columns(UNPAIRED_PARTS)[1:])
     return more if images is None else {**more, **IMAGE_FEATURES}
 
 

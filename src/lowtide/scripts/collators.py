@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import limit_templates
 from lowtide.data.batches.collate import CompletionCollator
+from lowtide.data.batches.completion_rounds import completion_rounds
 from lowtide.data.batches.shared_rounds import whole_rounds
 from lowtide.data.batches.token_rows import PREFIX, PREFIX_LENGTH, SEGMENTS
 from lowtide.ragged import RaggedBatch
@@ -167,7 +168,10 @@ class _OfCompletions(Collator):
 
     def collated(self, rows: Sequence[Row], completions: tuple[str, ...], values: tuple[str, ...]) -> RaggedBatch:
         fits = self.max_length is None or all(
-            len(row["prompt_ids"]) + len(row[name]) <= self.max_length for row in rows for name in completions
+            own.seen + len(own.token_ids) <= self.max_length
+            for row in rows
+            for name in completions
+            for own in completion_rounds(row, name)
         )
         if not fits:
             raise ValueError(

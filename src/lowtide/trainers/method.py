@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase, set_seed
 
+from lowtide.data.batches.completion_rounds import round_features
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import title_of
 from lowtide.engine.forward import causal_model
@@ -299,7 +300,8 @@ class MethodTrainer(LowtideTrainer):
         other = self.training_run.inputs.data_collator is not None and rows.labelled
         wanted = [] if other else list(rows.values())
         if rows.completions:
-            wanted += ["prompt_ids", *rows.columns(self.args), "ref_logprobs", "number"]
+            completions = rows.columns(self.args)
+            wanted += ["prompt_ids", *completions, *round_features(completions), "ref_logprobs", "number"]
         return list(dict.fromkeys([*super().kept_columns(), *wanted]))
 
     def _prepared(self, dataset: Any) -> Any:

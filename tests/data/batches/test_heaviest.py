@@ -71,7 +71,7 @@ def test_rounds_that_a_model_runs_whole_count_what_they_go_on_from():
 
 def test_rows_count_what_is_computed():
     dataset = Dataset.from_dict(DATASETS["pairs"][0])
-    collator = SimpleNamespace(prompts_per_row=2, apart=("rejected_ids",))
+    collator = SimpleNamespace(sharing=False, apart=("rejected_ids",))
     assert row_lengths(dataset).tolist() == [7, 9]
     assert row_lengths(dataset, collator).tolist() == [9, 12]
     assert row_lengths(dataset, collator, trained=True).tolist() == [6, 4]

@@ -35,10 +35,11 @@ def test_the_heaviest_rows_are_the_longest_that_go_together_and_those_that_fill_
 
 
 def test_lengths_are_of_all_columns_of_tokens():
-    data = Dataset.from_dict({"prompt_ids": [[1, 2], [3]], "chosen_ids": [[1], [1, 2, 3]], "margin": [0.0, 1.0]})
-    assert row_lengths(data).tolist() == [3, 4]
-    assert row_lengths(data.select([1])).tolist() == [4]
-    assert row_lengths(data, SimpleNamespace(prompts_per_row=2)).tolist() == [5, 5]
+    tokens = {"prompt_ids": [[1, 2], [3]], "chosen_ids": [[1], [1, 2, 3]], "rejected_ids": [[1], [4]]}
+    data = Dataset.from_dict({**tokens, "margin": [0.0, 1.0]})
+    assert row_lengths(data).tolist() == [4, 5]
+    assert row_lengths(data.select([1])).tolist() == [5]
+    assert row_lengths(data, SimpleNamespace(sharing=False)).tolist() == [6, 6]
     assert row_lengths(iter([])) is None
 
 

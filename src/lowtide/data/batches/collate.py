@@ -126,11 +126,6 @@ class CompletionCollator:
     apart: tuple[str, ...] = ()
     """Columns of completions that are only scored, without gradients, in a forward of their own."""
 
-    @property
-    def prompts_per_row(self) -> int:
-        """How often a row's prompt is computed."""
-        return 1 if self.sharing else len(self.completions)
-
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
         token_ids, labels, prefix, owner, flags, lengths = [], [], [], [], [], []
 

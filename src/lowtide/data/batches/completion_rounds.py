@@ -8,11 +8,16 @@ from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
-from datasets import Features, List, Value
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, List, Value
+from jaxtyping import Bool, Int
 
+from lowtide.data.batches.token_rows import IGNORED, Rounds, TokenRows
 from lowtide.score_rules import IGNORE
 
 LABELS, SEQ_LENGTHS, PREFIX_LENGTH = "labels", "seq_lengths", "prefix_length"
@@ -46,9 +51,34 @@ def round_columns(completion: str) -> tuple[str, str, str]:
     return f"{name}_{LABELS}", f"{name}_{SEQ_LENGTHS}", f"{name}_{PREFIX_LENGTH}"
 
 
-def round_features(completions: Sequence[str]) -> Features:
-    """The columns of the rounds of completions."""
-    return Features({name: List(Value("int32")) for each in completions for name in round_columns(each)})
+def round_features(completions: Sequence[str]) -> dict[str, Any]:
+    """The features of the columns of the rounds of completions."""
+    return {name: List(Value("int32")) for each in completions for name in round_columns(each)}
+
+
+def has_rounds(row: Mapping[str, Any]) -> bool:
+    """Whether a completion of a prepared row has several rounds, or turns in one."""
+    return any(row.get(round_columns(name)[0]) is not None for name in row if name.endswith("_ids"))
+
+
+def context_tokens(rows: Any) -> int:
+    """The tokens of completions of prepared rows that are not scored: the contexts of their later turns."""
+    names = [round_columns(name)[0] for name in rows.column_names if name.endswith("_ids")]
+    count = 0
+    for name in {*names} & {*rows.column_names}:
+        for part in rows.with_format("arrow").select_columns([name]).iter(batch_size=10_000):
+            labels = part[name].combine_chunks()
+            count += int((labels.flatten().to_numpy() == IGNORED).sum())
+    return count
+
+
+def without_empty(rows: Dataset) -> Dataset:
+    """Prepared rows without the columns of rounds, where no completion of any row has several."""
+    found = [round_columns(name) for name in rows.column_names if name.endswith("_ids")]
+    found = [columns for columns in found if columns[0] in rows.column_names]
+    if any(rows.data.column(labels).null_count < rows.data.num_rows for labels, *_ in found):
+        return rows
+    return rows.remove_columns([name for columns in found for name in columns])
 
 
 def completion_rounds(row: Mapping[str, Any], completion: str) -> list[CompletionRound]:
@@ -62,3 +92,68 @@ def completion_rounds(row: Mapping[str, Any], completion: str) -> list[Completio
         CompletionRound(tokens[start:stop], labels[start:stop], most)
         for (start, stop), most in zip(bounds, seen, strict=True)
     ]
+
+
+def cut_rounds(
+    side: TokenRows, start: Int[np.ndarray, " rows"], stop: Int[np.ndarray, " rows"], max_length: int | None
+) -> TokenRows:
+    """A side of which some rows have rounds: of these each round keeps `max_length` tokens with what it has of the
+    prompt, and is left out where nothing scored is left of it; of the others the range `start:stop` is kept."""
+    assert side.rounds is not None
+    assert side.prompt_lengths is not None
+    firsts = side.offsets[:-1]
+    index = [np.arange(*each) for each in zip(firsts + start, firsts + stop, strict=True)]
+    rounds = list(side.rounds)
+    for row, (own, prompt) in enumerate(zip(side.rounds, side.prompt_lengths.tolist(), strict=True)):
+        if own:
+            labels = side.labels[side.offsets[row] : side.offsets[row + 1]]
+            kept, rounds[row] = _kept(labels, prompt, own, max_length)
+            index[row] = firsts[row] + kept
+    offsets = np.append(0, np.cumsum([len(each) for each in index]))
+    prompts = np.clip(side.prompt_lengths, start, stop) - start
+    return replace(side.take(np.concatenate(index), offsets), prompt_lengths=prompts, rounds=rounds)
+
+
+def _kept(
+    labels: Int[np.ndarray, " tokens"], prompt: int, rounds: Rounds, max_length: int | None
+) -> tuple[Int[np.ndarray, " kept"], Rounds]:
+    """The places of a row that are kept, and the rounds that are left."""
+    most = len(labels) if max_length is None else max_length
+    places, left, place = [np.arange(min(prompt, most))], [], prompt
+    for seen, length in rounds:
+        kept = max(min(length, most - seen), 0)
+        if (labels[place : place + kept] != IGNORED).any():
+            left.append((seen, kept))
+            places.append(np.arange(place, place + kept))
+        place += length
+    return np.concatenate(places), left
+
+
+def first_turns(side: TokenRows) -> tuple[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]]:
+    """The range of each row that is its completion; of one of several turns the first of these."""
+    assert side.prompt_lengths is not None
+    starts, stops = side.prompt_lengths.copy(), side.lengths.copy()
+    for row, own in enumerate(side.rounds or ()):
+        if own:
+            first = side.offsets[row] + starts[row]
+            scored = side.labels[first : first + own[0][1]] != IGNORED
+            begin = int(scored.argmax())
+            rest = ~scored[begin:]
+            starts[row] += begin
+            stops[row] = starts[row] + (int(rest.argmax()) if rest.any() else len(rest))
+    return starts, stops
+
+
+def rounds_of_sides(name: str, side: TokenRows, is_kept: Bool[np.ndarray, " rows"]) -> dict[str, pa.Array]:
+    """The columns of the rounds of a side, whose tokens are in the column `name`; null where a row has none."""
+    if side.rounds is None:
+        return {}
+    assert side.prompt_lengths is not None
+    columns: list[list[Sequence[int] | None]] = [[], [], []]
+    for row, (own, kept) in enumerate(zip(side.rounds, is_kept.tolist(), strict=True)):
+        labels = side.labels[side.offsets[row] + side.prompt_lengths[row] : side.offsets[row + 1]] if own else None
+        told = [labels, [length for _, length in own], [seen for seen, _ in own]] if own and kept else [None] * 3
+        for column, value in zip(columns, told, strict=True):
+            column.append(value)
+    made = [pa.array(column, pa.list_(pa.int32())) for column in columns]
+    return dict(zip(round_columns(name), made, strict=True))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
+from lowtide.data.batches.completion_rounds import round_columns
 from lowtide.data.batches.shared_rounds import tokens_before
 from lowtide.data.batches.token_rows import PREFIX, PREFIX_LENGTH, SEGMENTS
 
@@ -20,9 +21,9 @@ def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) ->
     """[rows]: the tokens of each prepared row; None for streams and for data of other kinds.
 
     Args:
-        collator: makes batches of rows. It may say how often it computes a row's prompt (`prompts_per_row`), whether
-            what segments share is computed once (`sharing`), which completions are only scored (`apart`), or what each
-            prompt, or row, comes to with completions that have yet to be written (`lengths`, `row_lengths`).
+        collator: makes batches of rows. It may say whether what segments share is computed once (`sharing`), which
+            completions are only scored (`apart`), or what each prompt, or row, comes to with completions that have yet
+            to be written (`lengths`, `row_lengths`).
         trained: count what goes backward alone.
     """
     if not isinstance(dataset, Dataset):
@@ -36,10 +37,10 @@ def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) ->
         return None
     if hasattr(collator, "lengths"):
         return collator.lengths(counted["prompt_ids"])
-    prompts, apart = getattr(collator, "prompts_per_row", 1), getattr(collator, "apart", ()) if trained else ()
-    prompts = max(prompts - len(apart), 1)
+    apart = getattr(collator, "apart", ()) if trained else ()
     counted = {name: each for name, each in counted.items() if name not in apart}
-    return sum(each * (prompts if name == "prompt_ids" else 1) for name, each in counted.items())  # type: ignore[return-value]
+    shared = "prompt_ids" not in counted or getattr(collator, "sharing", True)
+    return np.add.reduce([*counted.values()] if shared else _with_contexts(dataset, counted, np.add))
 
 
 def longest_row(dataset: Any, lengths: np.ndarray | None = None) -> int:
@@ -97,8 +98,7 @@ def _positions(dataset: Dataset) -> np.ndarray | None:
     counted = _token_counts(dataset)
     if counted is None:
         return None
-    prompts = counted.pop("prompt_ids", 0)
-    return np.maximum.reduce(list(counted.values())) + prompts if counted else np.asarray(prompts)
+    return np.maximum.reduce(_with_contexts(dataset, counted, np.maximum) or [*counted.values()])
 
 
 def _of_segments(dataset: Dataset, added_up: np.ufunc) -> np.ndarray:
@@ -112,6 +112,26 @@ def _of_segments(dataset: Dataset, added_up: np.ufunc) -> np.ndarray:
         before = tokens_before(counts, lengths, flat.get(PREFIX), flat.get(PREFIX_LENGTH))
         found.append(added_up.reduceat(lengths + before, np.cumsum(counts) - counts))
     return np.concatenate(found)
+
+
+def _with_contexts(dataset: Dataset, counted: Mapping[str, np.ndarray], added_up: np.ufunc) -> list[np.ndarray]:
+    """For each completion of prompts [rows]: its tokens with those of the prompt, added up over its rounds where it has
+    several; nothing of rows without prompts, or of prompts alone."""
+    if "prompt_ids" not in counted:
+        return []
+    found = {name: each + counted["prompt_ids"] for name, each in counted.items() if name != "prompt_ids"}
+    for name, whole in found.items():
+        columns, first = list(round_columns(name)[1:]), 0
+        table = dataset.with_format("arrow").select_columns(columns) if columns[0] in dataset.column_names else None
+        for part in () if table is None else table.iter(batch_size=10_000):
+            lists: Any = [part[column].combine_chunks() for column in columns]  # type: ignore[index]
+            counts = lists[0].value_lengths().fill_null(0).to_numpy()
+            rows = np.flatnonzero(counts)
+            if len(rows):
+                tokens = np.add.reduce([each.flatten().to_numpy() for each in lists])
+                whole[first + rows] = added_up.reduceat(tokens, (np.cumsum(counts) - counts)[rows])
+            first += len(counts)
+    return [*found.values()]
 
 
 def _token_counts(dataset: Dataset) -> dict[str, np.ndarray] | None:

@@ -29,6 +29,11 @@ IGNORED = -100
 """The label of a token that is not scored, as everywhere in Hugging Face's libraries."""
 
 
+Rounds = Sequence[tuple[int, int]]
+"""Of each round of a completion (see `completion_rounds`) how many tokens of the prompt it goes on from, and how many
+tokens it has behind them."""
+
+
 @dataclass(frozen=True)
 class TokenRows:
     """Rows of token ids with their labels."""
@@ -50,6 +55,8 @@ class TokenRows:
     """Where the rows of each row of the dataset begin, which stay together; None where each is one row here."""
     doubts: Int[np.ndarray, " groups"] | None = None
     """What is doubtful in each row of the dataset (see `lowtide.data.report.doubts`); None where nothing is."""
+    rounds: Sequence[Rounds] | None = None
+    """Of each row those of its completion, where this is of several turns, else (); None where no row has any."""
     own_token: bool = False
     """Labels are predicted at their own tokens. Else a row's first label is never scored, whatever its value: no token
     comes before it to predict it."""

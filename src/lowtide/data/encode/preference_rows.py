@@ -1,7 +1,8 @@
 """A batch of encoded preferences to the columns that are cached: what truncation leaves of each part, and the notes.
 
 A pair is one row with the parts prompt, chosen, rejected and what other sides it has; a labelled completion has prompt
-and completion. The prompt stands there once, as it is computed.
+and completion. The prompt stands there once, as it is computed. Beside a completion of several turns stand its rounds
+(see `completion_rounds`).
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,8 @@ import pyarrow as pa
 from datasets import Features, List, Value
 from jaxtyping import Bool, Int
 
-from lowtide.data.batches.token_rows import TokenRows, list_column
+from lowtide.data.batches.completion_rounds import cut_rounds, first_turns, rounds_of_sides
+from lowtide.data.batches.token_rows import IGNORED, TokenRows, list_column
 from lowtide.data.encode.sides import EncodedSides, merged_prompts, prompt_lengths, share_prompts
 from lowtide.data.encode.truncation import Truncation, kept_ranges
 from lowtide.data.report.doubts import DOUBT_NOTES, doubt_column
@@ -82,9 +84,10 @@ def _completion_table(side: TokenRows, truncation: Truncation, *, whole_completi
     dropped = np.select([_scored(side) == 0, scored == 0], [2, 3], default=0)
     table = _noted(UNPAIRED_PARTS, [side], [kept], scored, dropped)
     if whole_completions:
-        lengths = np.minimum(side.lengths - prompt_lengths(side), _most_of_a_completion(truncation))
+        starts, stops = first_turns(side)
+        lengths = np.minimum(stops - starts, _most_of_a_completion(truncation))
         lengths = np.where(dropped == 0, lengths, 0)
-        completion = side.cut(prompt_lengths(side), prompt_lengths(side) + lengths)
+        completion = side.cut(starts, starts + lengths)
         table = table.append_column(WHOLE_COMPLETION, list_column(completion.token_ids, completion.offsets))
     return table
 
@@ -96,12 +99,18 @@ def _most_of_a_completion(truncation: Truncation) -> int:
 
 def _truncated(sides: Sequence[TokenRows], truncation: Truncation) -> list[TokenRows]:
     ranges = kept_ranges([side.lengths for side in sides], prompt_lengths(sides[0]), truncation)
-    return [side.cut(*kept) for side, kept in zip(sides, ranges, strict=True)]
+    return [
+        cut_rounds(side, *kept, truncation.max_length) if any(side.rounds or ()) else side.cut(*kept)
+        for side, kept in zip(sides, ranges, strict=True)
+    ]
 
 
 def _scored(side: TokenRows) -> Int[np.ndarray, " rows"]:
-    """How many tokens of each completion are scored: all, but for the first where no prompt comes before it."""
-    return side.lengths - np.where(side.lengths > 0, np.maximum(prompt_lengths(side), 1), 0)
+    """How many tokens of each completion are scored: all, but for the first where no prompt comes before it, and for
+    what is context of later turns."""
+    contexts = np.append(0, np.cumsum(side.labels == IGNORED))
+    unscored = np.maximum(prompt_lengths(side), 1) + np.diff(contexts[side.offsets])
+    return side.lengths - np.where(side.lengths > 0, unscored, 0)
 
 
 def equal_rows(one: TokenRows, other: TokenRows) -> Bool[np.ndarray, " rows"]:
@@ -130,6 +139,8 @@ def _noted(
     for name, side, start, length in zip(token_columns(parts), [kept[0], *kept], starts, after, strict=True):
         part = side.cut(start, start + np.where(is_kept, length, 0))
         columns[name] = list_column(part.token_ids, part.offsets)
+    for name, side in zip(token_columns(parts)[1:], kept, strict=True):
+        columns |= rounds_of_sides(name, side, is_kept)
     return pa.table(
         {
             **columns,

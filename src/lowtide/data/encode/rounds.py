@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from lowtide.data.batches.completion_rounds import CompletionRound
 from lowtide.data.encode.turn_ends import MARK, TurnEnds, marked_message
 from lowtide.data.formats.conversation import THOUGHTS, Message
 from lowtide.data.report.doubts import NO_DOUBT, Doubt
+from lowtide.score_rules import IGNORE
 
 THOUGHT_END = "</think>"
 SHOWN = 40
@@ -57,8 +60,11 @@ class Answer:
     prompt: list[int]
     """Of the prompt alone; none where a row does not say where it ends."""
     token_ids: list[int]
-    """Of both together."""
+    """Of both together; of several rounds those of the prompt, and behind them each round's without what it has of the
+    prompt."""
     doubt: Doubt = NO_DOUBT
+    rounds: tuple[CompletionRound, ...] = ()
+    """Of an answer of several turns."""
 
 
 class Talk:
@@ -168,8 +174,8 @@ def _thought_of(message: Message, answer: str) -> str:
     return "" if thought is None else str(thought).strip("\n")
 
 
-def _alike(one: str, other: str) -> int:
-    """How many characters both begin with."""
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, or tokens, both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -232,3 +238,26 @@ def rounds_of(turns: Sequence[tuple[list[int], list[int]]], whole: list[int]) ->
     if not kept or (len(kept) == 1 and whole[: len(kept[0].token_ids)] == kept[0].token_ids):
         return [Round(whole, kept[0].turns, kept[0].numbers) if kept else Round(whole)]
     return [row for row in rows if any(row is each for each in kept)]
+
+
+def answers_of_rounds(sides: Sequence[Sequence[Round]]) -> list[Answer]:
+    """The answers to one prompt, from the rounds of each, of which all have scored turns: the prompt is what the
+    contexts of their first turns begin with."""
+    ordered = [sorted(rounds, key=lambda each: each.numbers) for rounds in sides]
+    contexts = [first.token_ids[: first.turns[0][0]] for first, *_ in ordered]
+    prompt = contexts[0][: min(_alike(contexts[0], other) for other in contexts)]
+    answers = []
+    for rounds in ordered:
+        parts = tuple(_behind(prompt, each) for each in rounds)
+        tokens = [token for part in parts for token in part.token_ids]
+        answers.append(Answer(prompt, prompt + tokens, rounds[0].doubt, parts))
+    return answers
+
+
+def _behind(prompt: list[int], whole: Round) -> CompletionRound:
+    """A round, up to the end of its last turn, without what it has of the prompt before what is scored."""
+    labels = [IGNORE] * len(whole.token_ids)
+    for start, stop in whole.turns:
+        labels[start:stop] = whole.token_ids[start:stop]
+    seen, last = min(_alike(prompt, whole.token_ids), whole.turns[0][0]), whole.turns[-1][1]
+    return CompletionRound(whole.token_ids[seen:last], labels[seen:last], seen)

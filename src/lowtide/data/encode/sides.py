@@ -1,9 +1,10 @@
 """Rows of preferences to token ids: each side whole, and how many of its tokens are the prompt.
 
-A completion that is one message of the assistant is taken as it is generated (see `rounds`), and ends with the token at
-which generation stops. With `turns="whole"`, and in texts, the token boundaries are those of TRL 1.16 (`DPOTrainer`,
-`KTOTrainer` and `RewardTrainer`): a completion begins where the tokens of the prompt alone and of prompt and completion
-together diverge, and all sides of a pair at the earliest of their boundaries.
+What the assistant says in a completion is taken as it is generated (see `rounds`), each turn in the context that the
+model would be given, up to the token at which generation stops. With `turns="whole"`, and in texts, the token
+boundaries are those of TRL 1.16 (`DPOTrainer`, `KTOTrainer` and `RewardTrainer`): a completion begins where the tokens
+of the prompt alone and of prompt and completion together diverge, and all sides of a pair at the earliest of their
+boundaries.
 
 Where we differ: the implicit prompt of texts is the tokens that all begin with, each side being tokenized once
 and whole. TRL takes the characters that both begin with, and tokenizes these alone; its prompt may end inside a word,
@@ -18,12 +19,12 @@ import numpy as np
 from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
-from lowtide.data.batches.token_rows import TokenRows, flatten
+from lowtide.data.batches.token_rows import Rounds, TokenRows, flatten
 from lowtide.data.encode.chat import ChatEncoder
-from lowtide.data.encode.rounds import Answer
+from lowtide.data.encode.rounds import Answer, answers_of_rounds
 from lowtide.data.encode.rows import check_ids, shared_prefix
 from lowtide.data.encode.text import TextEncoder
-from lowtide.data.formats.conversation import quoted
+from lowtide.data.formats.conversation import assistant_turns, quoted, weight_of
 from lowtide.data.formats.preferences import PreferenceSample
 from lowtide.data.formats.reading import ChatSample, RowFormat, RowPlace, Sample, TextSample, TokenSample
 from lowtide.data.options import PreferenceOptions
@@ -76,6 +77,7 @@ class SideEncoder:
         self.is_implicit = _is_implicit(first.sides[0])
         self.encoder = _encoder(first.sides[0], tokenizer, options, source)
         self._by_turns = isinstance(self.encoder, ChatEncoder) and self.encoder.by_turns
+        self.in_rounds = self._by_turns and not whole and options.truncation.keeps_starts
         if options.thought_end is not None and not self._by_turns:
             raise ValueError(
                 f"{source}: thought_end={options.thought_end!r} requires conversations without images and "
@@ -110,7 +112,8 @@ class SideEncoder:
         for number, (ids, length) in enumerate(zip(token_ids, lengths, strict=True)):
             flat, offsets = flatten(ids)
             check_ids(f"the row's {self.side_names[number]} side", flat, offsets, self.vocab_size, place)
-            side = TokenRows(flat, flat, offsets, length, length < prompt_lengths)
+            labels, rounds = self._rounds(encoded[number], flat)
+            side = TokenRows(flat, labels, offsets, length, length < prompt_lengths, rounds=rounds)
             doubts = self._doubts([row.sides[number] for row in rows], side)
             doubts |= np.array([each.doubt for each in encoded[number]], dtype=np.int64)
             sides.append(replace(side, doubts=doubts))
@@ -118,15 +121,17 @@ class SideEncoder:
 
     def _encoded(self, rows: Sequence[PreferenceSample], place: RowPlace) -> list[list[Answer]]:
         """Each side of each row."""
-        sides: list[Any] = list(zip(*(row.sides for row in rows), strict=True))
         if self._by_turns:
-            generated = [all(map(self._is_generated, row.sides)) for row in rows]
-            encoded = [self.encoder.encode_answers(side, place, generated) for side in sides]
-            doubts = [NO_DOUBT if self.whole or each else Doubt.SEVERAL_TURNS for each in generated]
-            return [
-                [replace(answer, doubt=answer.doubt | doubt) for answer, doubt in zip(side, doubts, strict=True)]
-                for side in encoded
-            ]
+            several = [self._has_rounds(row) for row in rows]
+            by_row: list[Any] = [()] * len(rows)
+            for encode, how in ((self._in_one_round, False), (self._in_rounds, True)):
+                these = [number for number, each in enumerate(several) if each == how]
+                if these:
+                    own = RowPlace(place.source, [place.numbers[number] for number in these])
+                    for number, answers in zip(these, encode([rows[number] for number in these], own), strict=True):
+                        by_row[number] = answers
+            return [list(side) for side in zip(*by_row, strict=True)]
+        sides: list[Any] = list(zip(*(row.sides for row in rows), strict=True))
         prompts: TokenLists = [[] for _ in rows]
         if not (self.whole or self.is_implicit):
             prompts = self.encoder.encode_prompts(sides[0], place)
@@ -134,6 +139,53 @@ class SideEncoder:
             [Answer(prompt, ids) for prompt, ids in zip(prompts, self.encoder.encode(side, place), strict=True)]
             for side in sides
         ]
+
+    def _in_one_round(self, rows: Sequence[PreferenceSample], place: RowPlace) -> list[tuple[Answer, ...]]:
+        """Of each row its sides, each one answer; or as the chat template writes them."""
+        generated = [all(map(self._is_generated, row.sides)) for row in rows]
+        sides: list[Any] = list(zip(*(row.sides for row in rows), strict=True))
+        by_row = zip(*(self.encoder.encode_answers(side, place, generated) for side in sides), strict=True)
+        doubts = [NO_DOUBT if self.whole or each else Doubt.SEVERAL_TURNS for each in generated]
+        return [
+            tuple(replace(answer, doubt=answer.doubt | doubt) for answer in answers)
+            for answers, doubt in zip(by_row, doubts, strict=True)
+        ]
+
+    def _in_rounds(self, rows: Sequence[PreferenceSample], place: RowPlace) -> list[list[Answer]]:
+        """Of each row its sides, of which some have several turns."""
+        sides: list[Any] = list(zip(*(row.sides for row in rows), strict=True))
+        wanted = [[_trained_turns(each, number, place) for number, each in enumerate(side)] for side in sides]
+        rounds = [self.encoder.encode_rounds(side, own, place) for side, own in zip(sides, wanted, strict=True)]
+        found = [answers_of_rounds(own) for own in zip(*rounds, strict=True)]
+        for number, answers in enumerate(found):
+            if not answers[0].prompt:
+                raise place.error(number, self._no_prompt("what the chat template writes of the conversations"))
+        return found
+
+    def _has_rounds(self, row: PreferenceSample) -> bool:
+        """Whether a side has several turns of the assistant, and no side none."""
+        if not self.in_rounds or all(map(self._is_generated, row.sides)):
+            return False
+        return all(isinstance(side, ChatSample) and _turns_of(side) for side in row.sides)
+
+    def _rounds(
+        self, answers: Sequence[Answer], flat: Int[np.ndarray, " tokens"]
+    ) -> tuple[Int[np.ndarray, " tokens"], list[Rounds] | None]:
+        """The labels of a side of some rows, and their rounds."""
+        if not self.in_rounds:
+            return flat, None
+        rounds: list[Rounds] = [[(part.seen, len(part.token_ids)) for part in answer.rounds] for answer in answers]
+        if not any(rounds):
+            return flat, rounds
+        labels, _ = flatten(
+            [
+                [*answer.prompt, *(label for part in answer.rounds for label in part.labels)]
+                if answer.rounds
+                else answer.token_ids
+                for answer in answers
+            ]
+        )
+        return labels, rounds
 
     def _is_generated(self, side: Sample) -> bool:
         """Whether a side is a prompt and one answer; as far as a reward model goes, whether it ends with an answer."""
@@ -178,6 +230,27 @@ NO_PROMPT = (
     "{} begin with no prompt in common: {} differ from the start. Give the prompt in a column "
     "of its own, or drop the row."
 )
+
+
+def _turns_of(side: ChatSample) -> list[int]:
+    """The messages of the assistant behind the prompt, by their numbers."""
+    return [number for number in assistant_turns(side.messages) if number >= (side.prompt_messages or 0)]
+
+
+def _trained_turns(side: ChatSample, index: int, place: RowPlace) -> list[int]:
+    """Those of them that are trained, by what the messages say."""
+    try:
+        weights = {number: weight_of(side.messages[number], number) for number in _turns_of(side)}
+        other = next((number for number, weight in weights.items() if weight not in (0, 1)), None)
+        if other is not None:
+            raise ValueError(
+                f"message {other} has the weight {weights[other]}; in pairs and labelled rows it is 0 or 1."
+            )
+        if not any(weights.values()):
+            raise ValueError("no message of the completion is trained: each has the weight 0.")
+    except ValueError as error:
+        raise place.error(index, error) from error
+    return [number for number, weight in weights.items() if weight]
 
 
 class _TokenEncoder:

@@ -41,6 +41,11 @@ class Truncation:
             raise ValueError(f"truncation_mode is {self.mode!r}; it must be 'keep_start' or 'keep_end'.")
 
     @property
+    def keeps_starts(self) -> bool:
+        """Whether a token is kept by its place in its row alone."""
+        return not self.limits_parts and (self.max_length is None or self.mode == "keep_start")
+
+    @property
     def limits_parts(self) -> bool:
         """Whether prompts and completions have limits of their own."""
         return self.max_prompt_length is not None or self.max_completion_length is not None

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.collate import CompletionCollator, LabelCollator, RaggedCollator, TagCollator
+from lowtide.data.batches.completion_rounds import context_tokens
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.values import DOCUMENT, LABEL, NUMBER, WORDS
 from lowtide.data.formats.preferences import SIDES
@@ -329,8 +330,8 @@ class Pairs(_Completions):
             margins=self.at_end,
             reader=how.reader,
         )
-        if self.scores_prompt and ledger is not None:  # all but a row's first token, and the places of images
-            unscored = 0 if how.reader is None else how.reader.places(rows, "prompt_ids")
+        if self.scores_prompt and ledger is not None:  # all but a row's first token, contexts, and places of images
+            unscored = context_tokens(rows) + (0 if how.reader is None else how.reader.places(rows, "prompt_ids"))
             ledger = dataclasses.replace(ledger, scored_tokens=ledger.tokens - ledger.rows - unscored)
         return rows, ledger
 

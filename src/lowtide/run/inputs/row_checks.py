@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 
+from lowtide.data.batches.completion_rounds import has_rounds
 from lowtide.ragged import WEIGHT, RaggedBatch
 
 MASKS = ("completion_mask", "assistant_masks")
@@ -64,6 +65,26 @@ def check_collator(
             f"{len(rows)} rows of {name}, so that they would see each other: {remedy}, or prepare rows of one segment "
             "each (packing=False, and turns='whole' for conversations)"
         )
+    if found.completions != expected.completions:
+        raise ValueError(
+            f"the data_collator {title} does not say which segments are of which of the {expected.completions} "
+            f"completions of a row (`row` of `RaggedBatch.from_segments`): {remedy}"
+        )
+    if any(map(has_rounds, rows)) and _of_completions(found) != _of_completions(expected):
+        raise ValueError(
+            f"the data_collator {title} does not keep the turns of completions of {name} apart, each of which has a "
+            f"context of its own (the columns ..._labels, ..._seq_lengths and ..._prefix_length): {remedy}, or set "
+            "turns='whole'"
+        )
+
+
+def _of_completions(batch: RaggedBatch) -> list[tuple[int, int, int]]:
+    """Of each segment of a completion its row, its place, and how many scores it has."""
+    return [
+        (part.row, part.completion, part.score_stop - part.score_start)
+        for part in batch.segments
+        if part.completion >= 0
+    ]
 
 
 def check_budget(
@@ -128,9 +149,13 @@ def _check_unread(dataset: Any, name: str) -> None:
 
 
 def _telling_rows(dataset: Any, count: int) -> list[Mapping[str, Any]]:
-    """Rows that follow one another; of packed ones, from the first of several segments on."""
-    rows = dropwhile(lambda row: len(row.get("seq_lengths", "  ")) < 2, _first(dataset))
-    return list(islice(rows, count))
+    """Rows that follow one another; where some have several segments, from the first of these on."""
+
+    def is_plain(row: Mapping[str, Any]) -> bool:
+        lengths = [value for name, value in row.items() if name.endswith("seq_lengths")]
+        return bool(lengths) and all(len(each or ()) < 2 for each in lengths)
+
+    return list(islice(dropwhile(is_plain, _first(dataset)), count))
 
 
 def _first(dataset: Any) -> Iterator[Mapping[str, Any]]:

@@ -52,3 +52,14 @@ class MicroBatch:
         kept = [name for name in self.inputs if name in inputs]
         same = all(inputs[name] is self.inputs[name] for name in kept)
         return "input_ids" in kept and same and all(version_of(inputs[name]) == self.versions[name] for name in kept)
+
+
+def are_whole(batch: RaggedBatch) -> bool:
+    """Whether each completion of a batch is one segment, which ends with the tokens that are scored of it."""
+    parts = [part for part in batch.segments if part.completion >= 0]
+    lengths = batch.row_values[LENGTHS].tolist()
+    counts = [min(lengths[part.row][part.completion], part.score_stop - part.score_start) for part in parts]
+    scored = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
+    firsts = batch.score_index[[part.score_stop - count for part, count in scored]].tolist()
+    ends = all(first + 1 == part.stop - count for first, (part, count) in zip(firsts, scored, strict=True))
+    return ends and len(parts) == batch.rows * batch.completions

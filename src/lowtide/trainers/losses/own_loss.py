@@ -20,6 +20,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 
 from lowtide.data.batches.collate import ragged_from_collated
+from lowtide.data.batches.completion_rounds import has_rounds
 from lowtide.engine.forward import causal_model, computing, score_shared
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.layers.noise import noisy_embeddings
@@ -35,7 +36,7 @@ from lowtide.step.models import scores_of
 from lowtide.step.rank_sync import random_state, set_random_state
 from lowtide.step_plan import Limits
 from lowtide.trainers.evaluation import PaddedPredictions
-from lowtide.trainers.losses.micro_batch import MicroBatch
+from lowtide.trainers.losses.micro_batch import MicroBatch, are_whole
 from lowtide.users_functions import called_for_user
 
 logger = logging.getLogger(__name__)
@@ -136,15 +137,24 @@ class OwnLosses:
         """Refuses prepared rows of which a loss of one's own would not see all; those of a stream as they come.
 
         Raises:
-            ValueError: messages have weights.
+            ValueError: messages have weights, or completions several turns.
         """
-        if isinstance(dataset, Dataset) and "loss_weights" in dataset.column_names:
+        columns = dataset.column_names or () if isinstance(dataset, Dataset) else ()
+        if "loss_weights" in columns:
             raise ValueError(self._no_weights(name))
+        if has_rounds(dict.fromkeys(columns, ())):
+            raise ValueError(self._no_turns(name))
 
     def _no_weights(self, name: str) -> str:
         return (
             f"messages of {name} have weights between 0 and 1, which a loss of {self.title}'s own would not see: make "
             "them 0 or 1, or override `make_objective`, whose losses are weighted"
+        )
+
+    def _no_turns(self, name: str) -> str:
+        return (
+            f"completions of {name} have several turns, each with a context of its own, and a loss of {self.title}'s "
+            "own would see each in one row: set turns='whole', or override `make_objective`"
         )
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -204,6 +214,8 @@ class OwnLosses:
         trainer = self.trainer
         if WEIGHT in part.score_values:
             raise ValueError(self._no_weights("the dataset"))
+        if trainer.plain_completions and not are_whole(part):
+            raise ValueError(self._no_turns("the dataset"))
         pad_id = trainer.pad_id if trainer.pad_id is not None else getattr(trainer.tokenizer, "pad_token_id", None)
         self._micro = MicroBatch.of(part, counts, pad_id=pad_id or 0, with_completions=bool(trainer.plain_completions))
         return self._micro

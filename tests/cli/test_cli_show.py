@@ -88,6 +88,91 @@ def test_rows_what_is_dropped_and_the_whole(run):
     assert len(run("--rows", 2)) == 6
 
 
+@pytest.fixture
+def run_pairs(run, tmp_path):
+    """The same on a row of preferences."""
+
+    def run_pairs(row: dict, *arguments) -> list[str]:
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        return run(*arguments)
+
+    return run_pairs
+
+
+ASKED, CHOSEN, REJECTED = TALK[:1], TALK[1:2], [{"role": "assistant", "content": "f"}]
+PAIR = {"prompt": ASKED, "chosen": CHOSEN, "rejected": REJECTED}
+BEHIND = "goes on behind the first 5 tokens of the prompt, which end with 'user a b <end> assistant'"
+
+
+def test_the_sides_of_a_pair_go_on_from_the_prompt(run_pairs):
+    shown = [
+        "row 0, prompt: 5 tokens: 5 context",
+        "context: 'user a b <end> assistant'",
+        "row 0, chosen: 5 tokens: 5 scored",
+        BEHIND,
+        "scored: 'd e then c <end>'",
+        "row 0, rejected: 2 tokens: 2 scored",
+        BEHIND,
+        "scored: 'f <end>'",
+    ]
+    assert run_pairs(PAIR) == run_pairs(PAIR, "--method", "cpo") == shown
+    assert run_pairs(PAIR, "--method", "orpo")[1:3] == ["context: 'user'", "scored: 'a b <end> assistant'"]
+
+
+def test_what_a_limit_drops_of_a_pair(run_pairs):
+    lines = run_pairs(PAIR, "--max_length", 8, "--truncation_mode", "keep_end")
+    assert lines[1:3] == ["dropped: 'user a'", "context: 'b <end> assistant'"]
+    lines = run_pairs(PAIR, "--max_completion_length", 3)
+    assert [line for line in lines if line.startswith("dropped")] == ["dropped: 'c <end>'"]
+    too_short = run_pairs(PAIR, "--max_length", 5)
+    assert [line.split(":")[0] for line in too_short if ": '" in line] == ["dropped"] * 3
+
+
+def test_a_reward_model_is_read_at_the_end_of_each_side(run_pairs):
+    lines = run_pairs(PAIR, "--method", "reward")
+    assert [line for line in lines if ": '" in line] == [
+        "context: 'user a b <end> assistant'",
+        "context: 'd e then c'",
+        "scored: '<end>'",
+        "context: 'f'",
+        "scored: '<end>'",
+    ]
+    too_long = run_pairs(PAIR, "--method", "reward", "--max_length", 9)
+    assert [line.split(":")[0] for line in too_long if ": '" in line] == ["dropped"] * 3
+    with pytest.raises(ValueError, match="--truncation_mode is no option of reward, which reads "):
+        run_pairs(PAIR, "--method", "reward", "--truncation_mode", "keep_end")
+
+
+def test_each_turn_of_a_completion_goes_on_from_what_it_is_given_of_the_prompt(run_pairs):
+    row = {"prompt": ASKED, "chosen": TALK[1:], "rejected": REJECTED}
+    lines = run_pairs(row)
+    assert [line for line in lines if line.startswith("row")] == [
+        "row 0, prompt: 5 tokens: 5 context",
+        "row 0, chosen, segment 1 of 2: 5 tokens: 5 scored",
+        "row 0, chosen, segment 2 of 2: 11 tokens: 6 context 5 scored",
+        "row 0, rejected: 2 tokens: 2 scored",
+    ]
+    assert lines[7:9] == ["context: 'c <end> user f <end> assistant'", "scored: 'i then g h <end>'"]
+    limited = run_pairs(row, "--max_length", 9)
+    assert limited[4:6] == ["scored: 'd e then c'", "dropped: '<end>'"]
+    assert limited[8] == "dropped: 'c <end> user f <end> assistant i then g h <end>'"
+    whole = run_pairs(row, "--max_prompt_length", 4)
+    assert [line for line in whole if "segment 1" in line] == []
+
+
+def test_single_completions_are_shown_with_their_label(run_pairs, caplog):
+    lines = run_pairs({"prompt": ASKED, "completion": CHOSEN, "label": False})
+    assert lines[2] == "row 0, undesirable completion: 5 tokens: 5 scored"
+    assert caplog.text == ""
+    apart = run_pairs(PAIR, "--method", "kto")
+    assert [line for line in apart if line.startswith("row")] == [
+        "row 0, prompt: 5 tokens: 5 context",
+        "row 0, desirable completion: 5 tokens: 5 scored",
+        "row 0, prompt: 5 tokens: 5 context",
+        "row 0, undesirable completion: 2 tokens: 2 scored",
+    ]
+
+
 def test_options_and_their_defaults_are_those_of_a_training(run):
     parser = argparse.ArgumentParser()
     show.add_parser(parser.add_subparsers())

@@ -335,7 +335,7 @@ def _check_baseline(rows: Dataset | IterableDataset, has_kl: bool, source: str) 
 
 def _warn_of_labels(rows: Dataset, source: str) -> None:
     labels = rows.select_columns(["label"]).with_format("numpy")[:]["label"]
-    if labels.all() or not labels.any():
+    if len(labels) > 1 and (labels.all() or not labels.any()):
         logger.warning(
             "%s: every row has the label %s. The method learns from the contrast of desirable and undesirable "
             "completions; with one kind alone it only moves all of them the same way.",

@@ -19,6 +19,7 @@ from lowtide.data.labelled import FoundLabels, LabelOptions, found_labels, prepa
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
 from lowtide.data.report.ledger import Ledger
+from lowtide.data.report.row_parts import ShownSegment, pair_of, segments_of, singles_of
 from lowtide.data.tags import TagOptions, labels_of, prepare_tags
 from lowtide.ragged import SECOND_TEXT, RaggedBatch
 from lowtide.score_rules import ScoreRule
@@ -88,6 +89,14 @@ class RowLayout(ABC):
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         """Token rows of a `Dataset` or a stream; `name` is "train", or of an evaluation set."""
 
+    def shown(self, row: Any, how: Preparation) -> list[ShownSegment]:
+        """What a `Dataset` of one row becomes, for people to look at: its segments, with what limits drop of them.
+
+        Raises:
+            ValueError: the row can't be used, or rows of this kind are not shown.
+        """
+        raise ValueError(f"rows of {type(how.options).__name__} cannot be shown")
+
     @abstractmethod
     def collator(
         self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
@@ -150,6 +159,9 @@ class Texts(RowLayout):
             name=name,
             reader=how.reader,
         )
+
+    def shown(self, row: Any, how: Preparation) -> list[ShownSegment]:
+        return segments_of(row, how.tokenizer, self._options(how, shuffle=False))
 
     def _options(self, how: Preparation, *, shuffle: bool) -> PrepareOptions:
         own = {each.name for each in dataclasses.fields(PrepareOptions)}
@@ -319,11 +331,17 @@ class Pairs(_Completions):
     def values(self) -> tuple[str, ...]:
         return ("margin",) if self.at_end else ()
 
+    def data_options(self, how: Preparation) -> PreferenceOptions:
+        return dataclasses.replace(super().data_options(how), sides=self.sides(how.options))
+
+    def shown(self, row: Any, how: Preparation) -> list[ShownSegment]:
+        return pair_of(row, how.tokenizer, self.data_options(how), whole=self.at_end, scores_prompt=self.scores_prompt)
+
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         rows, ledger = prepare_pairs(
             dataset,
             how.tokenizer,
-            dataclasses.replace(self.data_options(how), sides=self.sides(how.options)),
+            self.data_options(how),
             batch_size=how.options.per_device_train_batch_size,
             name=name,
             whole=self.at_end,
@@ -367,6 +385,9 @@ class Singles(_Completions):
 
     def values(self) -> tuple[str, ...]:
         return ("label",)
+
+    def shown(self, row: Any, how: Preparation) -> list[ShownSegment]:
+        return singles_of(row, how.tokenizer, self.data_options(how))
 
     def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
         options = how.options

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, Lfm2Config, MistralConfig
 
 from lowtide.data.batches.collate import CompletionCollator
 from lowtide.data.batches.values import LENGTHS
@@ -22,7 +23,7 @@ from lowtide.step.cut import split
 from lowtide.step.models import Models
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
-from tests.support.models.preference_models import build
+from tests.support.models.preference_models import SIZES, build
 from tests.support.models.rounds_of_completions import dense_scores, rows_of_pairs, rows_of_singles
 
 SIDES = ("chosen_ids", "rejected_ids")
@@ -85,6 +86,32 @@ def test_dpo_of_rounds_is_one_plain_forward_a_round(loss_type, lora, sharing):
         )  # fmt: skip
         assert found.item() == pytest.approx(wanted.item(), rel=1e-6, abs=1e-6)
         assert_same(policy, plain)
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "padding_free"),
+    [
+        (MistralConfig, {"sliding_window": 4}, True),
+        (MistralConfig, {"sliding_window": 4}, False),
+        (Lfm2Config, {"layer_types": ["conv", "full_attention"]}, True),
+    ],
+    ids=["window", "padded", "convolution"],
+)
+def test_rounds_go_on_from_a_part_of_the_prompt_in_other_layers_too(config, more, padding_free):
+    rows, options = rows_of_pairs(), METHODS["dpo"].options(loss_type="sigmoid", beta=0.3)
+    made, plain = [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        made.append(AutoModelForCausalLM.from_config(config(**SIZES, **more)).float())
+        plain.append(copy.deepcopy(made[-1]))
+        plain[-1].set_attn_implementation("eager")
+        install(made[-1], padding_free=padding_free)
+    wanted = preference.LOSSES["sigmoid"].fn(expected_pairs(*plain, rows), options).mean()
+    wanted.backward()
+    given = Models(made[0], FrozenModel(made[1], padding_free=padding_free), padding_free=padding_free)
+    found = train_step(given, CompletionCollator(SIDES)(rows), METHODS["dpo"].objective(options), limits=Limits())
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6, abs=1e-6)
+    assert_same(made[0], plain[0])
 
 
 @pytest.mark.parametrize("sharing", [True, False])

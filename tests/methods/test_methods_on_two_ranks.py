@@ -25,12 +25,21 @@ from lowtide.step_plan import Limits
 from tests.support.models.preference_models import assert_equal, build, gradients
 from tests.support.models.preference_models import pair_rows as pairs
 from tests.support.models.preference_models import unpaired_rows as unpaired
+from tests.support.models.rounds_of_completions import rows_of_pairs
 from tests.support.ranks.processes import run_ranks
 
 pytestmark = pytest.mark.slow
+
+
+def rounds() -> list[dict]:
+    """Pairs whose completions have several turns."""
+    return [*rows_of_pairs(), *rows_of_pairs()]
+
+
 PAIRS = CompletionCollator(("chosen_ids", "rejected_ids"))
 CASES = {
     "sigmoid and sft": (DPO.objective(DPOOptions(loss_type=["sigmoid", "sft"])), PAIRS, pairs),
+    "rounds": (DPO.objective(DPOOptions(loss_type="ipo")), PAIRS, rounds),
     "aot": (DPO.objective(DPOOptions(loss_type="aot")), PAIRS, pairs),
     "aot_unpaired": (DPO.objective(DPOOptions(loss_type="aot_unpaired")), PAIRS, pairs),
     "kto": (

@@ -5,10 +5,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 
+from lowtide import RewardConfig, RewardTrainer
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.rewards.completed import Completed
-from lowtide.rollout.rewards.models import Group, ModelReward, RewardModelOptions, group_by_prompt, lay_groups
+from lowtide.rollout.rewards.models import (
+    Group,
+    ModelReward,
+    RewardModelOptions,
+    group_by_prompt,
+    lay_groups,
+    load_reward_model,
+)
 from lowtide.rollout.rewards.rewards import Rewards
 from tests.support.models.classifiers import SIZES, classifier
 from tests.support.texts.byte_tokenizer import byte_tokenizer
@@ -263,6 +272,30 @@ def test_a_hostile_chat_template_of_a_reward_model_is_refused_with_the_row():
     reward = ModelReward(classifier(), byte_tokenizer("{{ 'x'.center(10**10) }}"), "judge", RewardModelOptions())
     with pytest.raises(ValueError, match=r"chat template of reward model 'judge' cannot render .*`center`"):
         reward(completed(chat=True))
+
+
+def test_a_model_is_read_at_the_tokens_at_which_it_was_trained(tmp_path):
+    """A template writes a line break behind the stop token, at which training with whole conversations reads."""
+    tokenizer, what = byte_tokenizer(CHATML, eos="<|im_end|>", pad="<eos>"), completed(chat=True)
+    sides = zip(what.prompts, what.completions, strict=True)
+    rows = [{"prompt": p, "chosen": c, "rejected": [{"role": "assistant", "content": "Else"}]} for p, c in sides]
+    read = {}
+    for turns in ("as_generated", "whole"):
+        args = RewardConfig(
+            str(tmp_path), turns=turns, use_cpu=True, bf16=False, report_to="none", max_steps=1, disable_tqdm=True
+        )
+        trainer = RewardTrainer(classifier(), args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+        trainer.save_model(str(tmp_path / turns))
+        model, own = load_reward_model(str(tmp_path / turns), RewardModelOptions())
+        found = ModelReward(model, own, "judge", RewardModelOptions())(what)
+        with torch.no_grad():
+            ids = [row["prompt_ids"] + row["chosen_ids"] for row in trainer.train_dataset]
+            read[turns] = torch.stack([model(input_ids=torch.tensor([each])).logits[0, 0] for each in ids])
+        torch.testing.assert_close(found, read[turns], atol=1e-5, rtol=1e-5)
+    assert (read["as_generated"] - read["whole"]).abs().min() > 1e-4
+    model.config.lowtide_turns = {"turns": "as_generated", "stop_ids": ["<|im_end|>", None], "thought_end": 3}
+    broken = ModelReward(model, own, "judge", RewardModelOptions())(what)  # what the config says is not trusted
+    torch.testing.assert_close(broken, read["as_generated"], atol=1e-5, rtol=1e-5)
 
 
 THINKING = (

@@ -50,6 +50,7 @@ class ChatEncoder:
         by_turns: the assistant's turns are taken as they are generated, unless the template's marks say what is scored
             or contents come in parts.
         heeds_marks: whether marks say what is scored; else what follows a prompt is, and marks are not read.
+        learns_to_stop: whether it is said if no stop token ends a turn; a reward model only reads there.
 
     Raises:
         ValueError: there is no template.
@@ -65,6 +66,7 @@ class ChatEncoder:
         thought_end: str | None = None,
         by_turns: bool = False,
         heeds_marks: bool = True,
+        learns_to_stop: bool = True,
     ) -> None:
         if template is None and not tokenizer.chat_template:
             name = tokenizer.name_or_path or type(tokenizer).__name__
@@ -80,7 +82,7 @@ class ChatEncoder:
         marked = tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template))
         self.has_marks = bool(heeds_marks and marked)
         self.by_turns = by_turns and not self.has_marks and not in_parts
-        self._told_of_ends = False
+        self._told_of_ends = not learns_to_stop
         self._unwritten = UnwrittenParts(self.text)
 
     @classmethod

@@ -11,6 +11,8 @@ from lowtide.engine.heads.head import Head, ScoreOutput, Scores, at_least_float3
 from lowtide.engine.heads.vision_value import register_reward_model
 from lowtide.score_rules import LastToken, ScoreRule
 
+TURNS_READ = "lowtide_turns"
+"""In a reward model's config: how the answers of conversations were taken that its values were learned on."""
 VALUES = "values"
 """The statistic of the value at each score, at least in float32."""
 

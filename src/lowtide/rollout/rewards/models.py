@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, cast
@@ -22,11 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import limit_templates
 from lowtide.compat.transformers import attention_implementation
+from lowtide.data.encode.chat import ChatEncoder
 from lowtide.data.encode.message_form import MessageForm
 from lowtide.data.formats.conversation import as_said
+from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install, score_shared
 from lowtide.engine.heads.head import Scores
-from lowtide.engine.heads.value import Value
+from lowtide.engine.heads.value import TURNS_READ, Value
 from lowtide.engine.layers.rotary import kinds_by_length
 from lowtide.engine.probe import Probe, probe
 from lowtide.engine.virtual_tokens import prompt_config
@@ -77,6 +79,7 @@ class RewardModelOptions:
             raise ValueError(f"tokens_per_microbatch={self.tokens_per_microbatch} must be at least 1")
 
 
+Messages = Sequence[Mapping[str, Any]]
 Part = tuple[list[int], Callable[[], Tensor]]
 """The numbers of some completions, and what gives their rewards."""
 
@@ -186,6 +189,11 @@ class ModelReward:
         pairs = zip(completed.prompts, completed.completions, strict=True)
         if not completed.is_chat:
             texts = [prompt + completion for prompt, completion in pairs]
+        elif self._by_turns is not None:
+            return [
+                self._as_trained(self._by_turns, prompt, completion, completed.where(number))
+                for number, (prompt, completion) in enumerate(pairs)
+            ]
         else:
             texts = [
                 self._render([*prompt, *completion], completed.where(number))
@@ -193,11 +201,43 @@ class ModelReward:
             ]
         return self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
-    def _render(self, messages: list[dict[str, Any]], where: str) -> str:
-        try:
-            options = self.options.chat_template_kwargs
+    @functools.cached_property
+    def _by_turns(self) -> ChatEncoder | None:
+        """What takes answers as the model's training took them, up to their stop token; None where its config does not
+        say so."""
+        noted = getattr(getattr(self._inner, "config", None), TURNS_READ, None)
+        if not isinstance(noted, Mapping) or noted.get("turns") != "as_generated":
+            return None
+        stop_ids, thought_end = noted.get("stop_ids"), noted.get("thought_end")
+        return ChatEncoder(
+            self.tokenizer,
+            self.options.chat_template_kwargs.get("chat_template"),
+            stop_ids=[each for each in stop_ids if isinstance(each, int)] if isinstance(stop_ids, list) else (),
+            thought_end=thought_end if isinstance(thought_end, str) else None,
+            by_turns=True,
+            heeds_marks=False,
+            learns_to_stop=False,
+        )
+
+    def _as_trained(self, encoder: ChatEncoder, prompt: Messages, completion: Messages, where: str) -> list[int]:
+        given = {name: each for name, each in self.options.chat_template_kwargs.items() if name != "chat_template"}
+        messages = [as_said(each) for each in (*prompt, *completion)]
+        chat = ChatSample(messages, len(prompt), template_kwargs=given)
+        with self._naming(where):
+            [answer] = encoder.encode_answers([chat], RowPlace(where, [0]), [messages[-1]["role"] == "assistant"])
+        return answer.token_ids
+
+    def _render(self, messages: Messages, where: str) -> str:
+        options = self.options.chat_template_kwargs
+        with self._naming(where):
             said = self._form([as_said(each) for each in messages])
             return str(self.tokenizer.apply_chat_template(said, tokenize=False, **options))
+
+    @contextmanager
+    def _naming(self, where: str) -> Iterator[None]:
+        """Says of what fails in the chat template which completion it was."""
+        try:
+            yield
         except Exception as error:
             raise ValueError(
                 f"the chat template of reward model {self.name!r} cannot render {where}: {error}"

@@ -15,6 +15,7 @@ from lowtide.data.encode.chat import adopt_chat_template
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.value import TURNS_READ
 from lowtide.engine.weights.complete_weights import base_of_adapters, load_adapters
 from lowtide.engine.weights.labels import name_labels
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
@@ -198,6 +199,14 @@ def stop_ids_of(config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     known = getattr(config, "eos_token_id", None)
     found = [tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])]
     return list(dict.fromkeys(cast(int, each) for each in found if each is not None))
+
+
+def note_turns(model: Any, tokenizer: PreTrainedTokenizerBase | None, args: Any) -> None:
+    """Has a reward model's config say how answers are taken: what reads the model later takes them alike, for the last
+    token is another one where a template writes more behind the end of a turn."""
+    if tokenizer is not None:
+        noted = {"turns": args.turns, "thought_end": args.thought_end, "stop_ids": stop_ids(model, tokenizer)}
+        setattr(model.config, TURNS_READ, noted)
 
 
 def set_padding(model: Any, tokenizer: PreTrainedTokenizerBase | None, args: Any) -> None:

@@ -179,3 +179,36 @@ def test_an_adapter_and_a_missing_package_are_said_in_one_line(tmp_path, monkeyp
     monkeypatch.setattr("lowtide.cli.after_training.export.find_spec", lambda name: None)
     assert main(["export", str(tmp_path), "--gguf", "f32"]) == 2
     assert "pip install 'lowtide[gguf]'" in capsys.readouterr().err
+
+
+def test_what_is_there_and_is_no_gguf_stays(tmp_path, capsys):
+    pytest.importorskip("gguf", reason="needs the gguf extra")
+    saved(tmp_path / "run", "llama")
+    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "Modelfile").symlink_to(tmp_path / "mine")
+    words = ["export", str(tmp_path / "run"), "--gguf", "f32", "--output"]
+    assert main([*words, str(tmp_path / "run" / "model.safetensors")]) == 2
+    assert "is a file of another kind, which would be lost" in capsys.readouterr().err
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
+    for _ in range(2):  # what was written here is written again
+        assert main([*words, str(tmp_path / "a.gguf")]) == 0
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", b"[]", "generation_config.json holds a JSON list where an object belongs"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "says eos_token_id='x', which is a number"),
+        ("generation_config.json", b'{"temperature": "x\\nFROM y"}', "says temperature="),
+        ("model.safetensors", b"\x00" * 20, "model.safetensors"),
+    ],
+)
+def test_files_of_the_model_that_cannot_be_used_are_named(name, content, message, tmp_path, capsys):
+    pytest.importorskip("gguf", reason="needs the gguf extra")
+    saved(tmp_path, "llama")
+    (tmp_path / name).write_bytes(content)
+    assert main(["export", str(tmp_path), "--gguf", "f32"]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.gguf*"))

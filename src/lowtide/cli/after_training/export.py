@@ -11,9 +11,11 @@ from typing import Any
 
 from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
+from lowtide.parsing import read_object
 
 KINDS = ("f32", "bf16", "f16", "q8_0")
 MODELFILE = "Modelfile"
+SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -63,11 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output or folder / f"{name}-{arguments.gguf}.gguf"
     if output.is_dir() or not output.parent.is_dir():
         raise UsageError(f"--output {output}: give a file in a folder that is there")
+    if output.is_file() and not output.is_symlink() and not _is_gguf(output):
+        raise UsageError(f"--output {output} is a file of another kind, which would be lost: name another")
+    wishes = _wishes(folder)
     tokenizer = load_tokenizer(str(folder))
     with writing(output) as beside:
         write_gguf(folder, beside, arguments.gguf, tokenizer, arguments.tokenizer_pre)
     modelfile = output.with_name(MODELFILE)
-    modelfile.write_text(_modelfile(output, folder, tokenizer), encoding="utf-8")
+    with writing(modelfile) as beside:
+        beside.write_text(_modelfile(output, wishes, tokenizer), encoding="utf-8")
     print(
         f"Written: {output} ({output.stat().st_size / 2**20:,.1f} MiB). What next:\n"
         f"  llama-cli --model {shlex.quote(str(output))}\n"
@@ -76,15 +82,37 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _modelfile(output: Path, folder: Path, tokenizer: Any) -> str:
-    """How Ollama runs the file: the chat template is in it."""
+def _is_gguf(path: Path) -> bool:
+    """Whether a file was written here, or is empty."""
+    with path.open("rb") as file:
+        return file.read(4) in (b"", b"GGUF")
+
+
+def _wishes(folder: Path) -> dict[str, Any]:
+    """What a model's generation config says of stopping and sampling.
+
+    Raises:
+        ValueError: it is no JSON object, or says something else than numbers.
+    """
     path = folder / "generation_config.json"
-    wishes = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    wishes = read_object(path) if path.is_file() else {}
     known = wishes.get("eos_token_id")
-    ends = [tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])]
+    wishes["eos_token_id"] = known if isinstance(known, list) else [known]
+    kinds = {"eos_token_id": int | None, **dict.fromkeys(SAMPLING, int | float | None)}
+    for name, kind in kinds.items():
+        values: Any = wishes.get(name)
+        for each in values if name == "eos_token_id" else [values]:
+            if not isinstance(each, kind):
+                raise ValueError(f"{path} says {name}={each!r:.80}, which is a number: correct it")
+    return wishes
+
+
+def _modelfile(output: Path, wishes: dict[str, Any], tokenizer: Any) -> str:
+    """How Ollama runs the file: the chat template is in it."""
+    ends = [tokenizer.eos_token_id, *wishes["eos_token_id"]]
     stops = [str(tokenizer.decode([token])) for token in dict.fromkeys(ends) if token is not None]
     lines = [f"FROM ./{output.name}", *(f"PARAMETER stop {json.dumps(text)}" for text in stops)]
     if wishes.get("do_sample"):
-        given = {name: wishes.get(name) for name in ("temperature", "top_k", "top_p")}
+        given = {name: wishes.get(name) for name in SAMPLING}
         lines += [f"PARAMETER {name} {value}" for name, value in given.items() if value is not None]
     return "\n".join(lines) + "\n"

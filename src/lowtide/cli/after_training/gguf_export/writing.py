@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowtide.cli.after_training.gguf_export.families import FAMILIES, Family, head_dim, rope
 from lowtide.cli.after_training.gguf_export.vocabulary import write_vocabulary
+from lowtide.engine.weights.weight_files import broken_files_named
 
 TYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16", "q8_0": "Q8_0"}
 """Kinds of files, and gguf's name of the type of their matrices; vectors are in float32."""
@@ -162,13 +163,15 @@ class _Weights:
     """The weights in a folder's safetensors, in the files' order."""
 
     def __init__(self, folder: Path) -> None:
-        self.paths = sorted(folder.glob("model*.safetensors"))
+        self.folder, self.paths = folder, sorted(folder.glob("model*.safetensors"))
         if not self.paths:
             raise ValueError(f"{folder} holds no model*.safetensors: save the model whole, as `lowtide merge` does")
         self._stack = ExitStack()
 
     def __enter__(self) -> _Weights:
-        files = [self._stack.enter_context(safe_open(str(path), "pt")) for path in self.paths]  # type: ignore[no-untyped-call]
+        opened = (safe_open(str(path), "pt") for path in self.paths)  # type: ignore[no-untyped-call]
+        with broken_files_named(str(self.folder)):
+            files = [self._stack.enter_context(each) for each in opened]
         self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
         return self
 

@@ -1,6 +1,7 @@
 """`lowtide evaluate --data`: the loss that the model gives the held-out tokens, by dataset."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +98,12 @@ def test_a_device_that_a_trainer_does_not_take_is_refused():
         check_device("cuda:1", torch.device("cuda:0"))
     with pytest.raises(UsageError, match="measures on cpu, and not on --device cuda"):
         check_device("cuda", torch.device("cpu"))
+
+
+def test_the_rows_that_are_measured_on_are_not_written_over(data, tmp_path, capsys):
+    before = Path(data[0]).read_bytes()
+    (tmp_path / "link.json").symlink_to(data[0])
+    for output, said in ((data[0], "is a file of --data"), ("link.json", "is a file of --data"), (".", "is a folder")):
+        assert main(["evaluate", "m", "--data", *data, "--output", str(tmp_path / output)]) == 2
+        assert said in capsys.readouterr().err
+    assert Path(data[0]).read_bytes() == before

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("there is nothing to measure: give datasets by --data, or names of tasks by --tasks")
     if arguments.tasks and find_spec("lm_eval") is None:
         raise UsageError("--tasks requires lm-eval, which is not installed: pip install 'lowtide[eval]'")
+    _check_output(arguments.output, arguments.data)
     from lowtide.cli.after_training.loaded_run import device_of, folder_of
 
     device_of(arguments.device)
@@ -94,6 +95,16 @@ def run(arguments: argparse.Namespace) -> int:
         write_text(arguments.output, json.dumps(found, indent=2, default=str) + "\n")
         print(shown(f"Written: {arguments.output}"))
     return 0
+
+
+def _check_output(output: Path | None, data: Sequence[str]) -> None:
+    """Refuses a file to write that is a folder, or one of those that are measured on."""
+    if output is None:
+        return
+    if output.is_dir():
+        raise UsageError(f"--output {output} is a folder: name a file")
+    if output.exists() and any(Path(each).exists() and output.samefile(each) for each in data):
+        raise UsageError(f"--output {output} is a file of --data, whose rows would be lost: name another")
 
 
 def _tasks(model: str, arguments: argparse.Namespace) -> dict[str, Any]:

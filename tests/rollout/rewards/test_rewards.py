@@ -189,6 +189,7 @@ WRONG = {
     "nan": (lambda completions: [1, 2, math.nan, 3], r"returned nan for completion 2 of the batch \(.*'Question 1\?'"),
     "infinity": (lambda completions: [1, 2, 3, -math.inf], "returned -inf for completion 3"),
     "too large": (lambda completions: [1, 1e39, 2, 3], r"returned 1e\+39 for completion 1"),
+    "larger than any float": (lambda completions: [1, 10**400, 2, 3], r"returned 1000.* for completion 1"),
     "texts": (lambda completions: ["1"] * 4, "returned '1' for completion 0"),
     "lists": (lambda completions: [[1, 2]] * 4, r"returned \[1, 2\] for completion 0"),
     "raised": (raises_on_one, r"'raises_on_one' raised ValueError: .*for completion 3 .*'Question 1\?'"),

@@ -143,7 +143,7 @@ class FunctionReward:
             if isinstance(value, str):
                 raise TypeError
             found = float(value)
-        except (TypeError, ValueError):
+        except (OverflowError, TypeError, ValueError):
             found, shown = math.nan, f"{value!r}"[:SHOWN_VALUE]
         else:
             shown = f"{found:g}"

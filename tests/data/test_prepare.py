@@ -10,6 +10,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Dataset, IterableDataset
 from hypothesis import HealthCheck, given, settings
@@ -225,6 +226,12 @@ def test_a_dataset_with_a_transform_is_refused(tokenizer):
     dataset = Dataset.from_list(tokenized([3])).with_transform(lambda batch: batch)
     with pytest.raises(ValueError, match="the train dataset has a transform"):
         run(dataset, tokenizer)
+
+
+def test_a_token_of_more_than_63_bits_is_refused_by_its_row(tokenizer):
+    rows = Dataset(pa.table({"input_ids": pa.array([[1, 2], [1, 2**63]], pa.list_(pa.uint64()))}))
+    with pytest.raises(ValueError, match=r"row 1 .*: 'input_ids' has a number of more than 63 bits"):
+        run(rows, tokenizer)
 
 
 def test_texts_need_an_end_token(tokenizer):

@@ -60,6 +60,16 @@ def test_an_argument_that_means_nothing_is_refused(given, message, tmp_path):
         trainer(tmp_path, **given)
 
 
+def test_rows_with_a_transform_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"has a transform \(Dataset.with_transform\(\) .*skip_prepare_dataset"):
+        lowtide.SFTTrainer(
+            make_model(make_tokenizer(), seed=0),
+            config(tmp_path),
+            train_dataset=ROWS.with_transform(lambda batch: batch),
+            processing_class=make_tokenizer(),
+        )
+
+
 def test_a_rank_of_more_numbers_than_can_be_counted_is_said_to_be_too_large(tmp_path):
     with pytest.raises(OutOfMemory, match=r"out of memory while making the adapters: .* Lower their rank `r`"):
         trainer(tmp_path, peft_config=LoraConfig(target_modules=["q_proj"], r=2**62))

@@ -17,9 +17,9 @@ def encode_tokenized(samples: Sequence[TokenSample], place: RowPlace, *, mask_pr
     """Lay out tokenized rows. Given labels are taken as they are; else what the masks leave is scored.
 
     Raises:
-        ValueError: a row lacks a column that others in the batch have.
+        ValueError: a row lacks a column that others in the batch have, or holds a number of more than 63 bits.
     """
-    token_ids, offsets = flatten([sample.input_ids for sample in samples])
+    token_ids, offsets = _flat([sample.input_ids for sample in samples], "input_ids", place)
     labels, completion, assistant = (_column(samples, name, place) for name in COLUMNS)
     prompts = None if completion is None else _leading_zeros(completion != 0, offsets)
     scored = np.ones(len(token_ids), dtype=bool)
@@ -42,7 +42,16 @@ def _column(samples: Sequence[TokenSample], name: str, place: RowPlace) -> Int[n
         return None
     if missing:
         raise place.error(missing[0], f"{name!r} is null, and other rows have it.")
-    return flatten(given)[0]
+    return _flat(given, name, place)[0]
+
+
+def _flat(lists: Sequence[Sequence[int]], name: str, place: RowPlace) -> tuple[np.ndarray, np.ndarray]:
+    """The values of a column laid out, and where each row begins."""
+    try:
+        return flatten(lists)
+    except OverflowError:
+        row = next(row for row, values in enumerate(lists) if any(abs(value) >= 2**63 for value in values))
+        raise place.error(row, f"{name!r} has a number of more than 63 bits.") from None
 
 
 def _leading_zeros(mask: Bool[np.ndarray, " tokens"], offsets: Int[np.ndarray, " rows+1"]) -> Int[np.ndarray, " rows"]:

@@ -41,8 +41,8 @@ def tokenizer_of(model: str, args: Any) -> Any:
 def look_at_rows(method: Method, args: Any, tokenizer: Any, datasets: Mapping[str, Any]) -> None:
     """Prepares the first rows of datasets and lets them go.
 
-    Rows with images are left to the preparation, which has the model's own reader; streams too, which may be read only
-    once; and methods whose rows have labels, which are looked for before.
+    Rows with images are left to the preparation, which has the model's own reader; rows with a transform, and streams,
+    which may be read only once, too; and methods whose rows have labels, which are looked for before.
 
     Args:
         tokenizer: or a processor, which has one. It is not changed.
@@ -59,6 +59,8 @@ def look_at_rows(method: Method, args: Any, tokenizer: Any, datasets: Mapping[st
     how = Preparation(own, args, ANY_TOKEN)
     for name, dataset in datasets.items():
         if not isinstance(dataset, Dataset) or {"image", "images"} & {*dataset.column_names}:
+            continue
+        if dataset.format["type"] == "custom":  # a transform, of which the preparation says what to do
             continue
         few: Any = dataset.select(range(min(ROWS, len(dataset))))
         few = few.to_iterable_dataset() if len(few) else few  # an empty dataset makes no stream

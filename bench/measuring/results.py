@@ -42,6 +42,7 @@ BFLOAT16 = "bfloat16"
 LARGE = "large"
 START = "start"
 CONVERSATIONS = "conversations"
+AHEAD = "rollouts ahead"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is counted apart."""
 FORWARD_FLOPS = 2

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -183,6 +183,67 @@ def test_no_more_completions_are_asked_for_at_a_time_than_are_allowed(server: Ru
     assert [[turn.token_ids for turn in turns] for [(turns, _)] in engine.asked] == [[[5, 6], [5, 6]], [[7]]]
     assert [len(group) for group in found] == [2, 1]
     assert generator.generate(model, [], SAMPLING) == []
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("of the engine")
+
+
+FAULTS = {
+    "fails": fail,
+    "too few": lambda written: [each[:-1] for each in written],
+    "too long": lambda written: [[replace(one, token_ids=[5] * 9, logprobs=[-1.0] * 9) for one in e] for e in written],
+    "no such token": lambda written: [[replace(one, token_ids=[3, 99]) for one in each] for each in written],
+}
+"""What an engine does wrongly, by what it wrote."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_fails_is_asked_again_for_the_same(server: Running, engine: Remembers, caplog, fault: str):
+    model = tiny_llama()
+    generator = generator_at(server.url, model, limits=Limits(retries=2, pause=0.01))
+    generator.sync(model, 0)
+    write, calls = engine.write, []
+
+    def failing(jobs: Any) -> Any:
+        calls.append(jobs)
+        return FAULTS[fault](write(jobs)) if len(calls) < wrong else write(jobs)
+
+    engine.write = failing  # type: ignore[method-assign]
+    wrong = 3
+    found = generator.generate(model, REQUESTS, SAMPLING)
+    assert [[each.token_ids for each in group] for group in found] == [[[3, 2], [4, 2]], [[5, 2]]]
+    assert calls[0] == calls[1] == calls[2]
+    told = [each.message for each in caplog.records if "It is asked again in 0.01 seconds" in each.message]
+    assert [each[each.rindex("(") :] for each in told] == [f"({n} of vllm_server_retries=2)" for n in (1, 2)]
+    wrong = 99
+    with pytest.raises((ServerError, ValueError)):
+        generator.generate(model, REQUESTS, SAMPLING)
+    assert len(calls) == 6
+
+
+def test_a_copy_that_fails_is_made_again_whole(server: Running, engine: Remembers):
+    model = tiny_llama().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    generator = generator_at(server.url, model, limits=Limits(retries=1))
+    generator.sync(model, 0)
+    times = iter([fail, engine.end])
+    engine.end = lambda: next(times)()  # type: ignore[method-assign]
+    generator.sync(model, 1)
+    assert engine.coming.keys() == model.state_dict().keys()
+
+
+def test_what_is_refused_is_asked_for_once(server: Running, service: Service, engine: Remembers):
+    model = tiny_llama()
+    generator = generator_at(server.url, model, limits=Limits(retries=2, pause=5.0))
+    generator.sync(model, 0)
+    service.info["max_model_length"] = 3
+    with pytest.raises(Refused, match="400"):
+        generator.generate(model, REQUESTS, SAMPLING)
+    service.info["max_model_length"] = 64
+    service.label = {"run": "another", "version": 0, "copy": 1}
+    with pytest.raises(StaleWeights):
+        generator.generate(model, REQUESTS, SAMPLING)
 
 
 # -- what does not ------------------------------------------------------------------------------------------------
@@ -391,7 +452,9 @@ def test_other_ranks_wait_for_the_first_to_send(server: Running, service: Servic
     monkeypatch.setattr(f"{remote}.distributed", lambda: threading.current_thread() is threading.main_thread())
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     other.calls.timeout = 0.3
-    with pytest.raises(ServerError, match=r"did not get the weights of step 0 from the first rank within .*=0.3 seco"):
+    with pytest.raises(
+        ServerError, match=r"did not get the weights of step 0 from the first rank within 1 times .*=0.3 seco"
+    ):
         other.sync(model, 0)
     other.calls.timeout = 30.0
     sending = threading.Timer(0.3, lambda: first.sync(model, 0))

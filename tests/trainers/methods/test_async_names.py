@@ -60,7 +60,7 @@ def test_what_trl_has_there_alone_is_read(tmp_path):
     asked = {"token_budget": 100, "dtype": "bfloat16", "model_init_kwargs": {"revision": "x"}, "max_inflight_tasks": 6}
     read = config(tmp_path, **asked)
     assert (read.tokens_per_microbatch, read.model_init_kwargs) == (100, {"dtype": "bfloat16", "revision": "x"})
-    assert read.server_limits == Limits(600, 1800, 6)
+    assert read.server_limits == Limits(600, 1800, 6, retries=2, pause=5.0)
     assert config(tmp_path, token_budget=-1).tokens_per_microbatch is None
     assert config(tmp_path, dtype="bfloat16", model_init_kwargs={"dtype": "float16"}).model_init_kwargs["dtype"] == (
         "float16"
@@ -90,8 +90,8 @@ def test_what_cannot_work_is_refused(options, text, tmp_path):
         config(tmp_path, **options)
 
 
-@pytest.mark.parametrize("name", ["max_inflight_tasks", "request_timeout", "weight_sync_timeout"])
+@pytest.mark.parametrize("name", ["max_inflight_tasks", "request_timeout", "vllm_server_retries"])
 def test_limits_of_a_server_are_refused_without_one(name, tmp_path):
     limit: dict[str, Any] = {name: 4}
-    with pytest.raises(ValueError, match=f"{name}=4 limits what a server is asked for: set use_vllm=True"):
+    with pytest.raises(ValueError, match=f"{name}=4 is for a server that writes: set use_vllm=True"):
         lowtide.GRPOConfig(output_dir=str(tmp_path), **ON_A_CPU, **limit)

@@ -7,7 +7,7 @@ the same each time, and is resumed with the same numbers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.methods.online.rollouts import RewardedOptions
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, Range, option
@@ -57,7 +57,8 @@ class AheadOptions(RewardedOptions):
     @property
     def server_limits(self) -> Limits:
         at_a_time = None if self.max_inflight_tasks < 0 else self.max_inflight_tasks
-        return Limits(self.request_timeout, self.weight_sync_timeout, at_a_time)
+        times = {"request_timeout": self.request_timeout, "weight_sync_timeout": self.weight_sync_timeout}
+        return replace(super().server_limits, **times, max_inflight_tasks=at_a_time)
 
     def check_rollouts(self) -> None:
         """As of any rollouts.
@@ -73,18 +74,10 @@ class AheadOptions(RewardedOptions):
                 f"weight_sync_steps={self.weight_sync_steps} is above {steps}, the optimizer steps that learn from a "
                 "window, each of which is written by weights of its own: set it to 1, or raise steps_per_generation"
             )
-        served = self.use_vllm and self.vllm_mode == "server"
-        for name in ("max_inflight_tasks", "request_timeout", "weight_sync_timeout"):
-            value = getattr(self, name)
-            if not served and value not in (None, -1) and name in self.requested:  # type: ignore[attr-defined]
-                raise ValueError(
-                    f"{name}={value:g} limits what a server is asked for: set use_vllm=True and vllm_mode='server', or "
-                    "leave it out"
-                )
         if not self.max_staleness:
             return
         beside = f"max_staleness={self.max_staleness} has completions written beside training,"
-        if not served:
+        if not self.served:
             raise ValueError(
                 f"{beside} which a server does: set use_vllm=True and vllm_mode='server', or max_staleness=0"
             )

@@ -24,6 +24,11 @@ from lowtide.rollout.rollout import Rollout
 from lowtide.score_rules import ScoreRule
 
 NEEDLESS = "lowtide's own generator keeps the keys and values of what is being written, and nothing else"
+OF_SERVER = (
+    *("vllm_server_retries", "vllm_server_retry_pause", "max_inflight_tasks", "request_timeout"),
+    "weight_sync_timeout",
+)
+"""Options that say how a server is asked."""
 BACKENDS = ("auto", "lowtide", "transformers")
 SAMPLED_BY = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_strings")
 """Keys of `generation_kwargs` that every generator takes."""
@@ -195,6 +200,12 @@ class RolloutOptions(WritingOptions):
     vllm_server_host: str = option("0.0.0.0", "Of the server.")
     vllm_server_port: int = option(8000, "Of the server.", COUNT)
     vllm_server_timeout: float = option(240.0, "Seconds to wait for the server.", POSITIVE)
+    vllm_server_retries: int = option(
+        2,
+        "How often a server is asked again that went away, hangs, fails or answers wrongly, before the run ends.",
+        NOT_NEGATIVE,
+    )
+    vllm_server_retry_pause: float = option(5.0, "Seconds before it is asked again.", NOT_NEGATIVE)
     vllm_group_port: int = option(51216, "Without effect.", COUNT)
     vllm_gpu_memory_utilization: float = option(0.3, "The share of the GPU that vLLM takes, colocated.", SHARE)
     vllm_max_model_length: int | None = option(None, "Most tokens of a prompt with its completion, colocated.", COUNT)
@@ -222,7 +233,12 @@ class RolloutOptions(WritingOptions):
     @property
     def server_limits(self) -> Limits:
         """What a server is held to, beside `vllm_server_timeout`."""
-        return Limits()
+        return Limits(retries=self.vllm_server_retries, pause=self.vllm_server_retry_pause)
+
+    @property
+    def served(self) -> bool:
+        """Whether a server writes."""
+        return self.use_vllm and self.vllm_mode == "server"
 
     @property
     def generations_eval(self) -> int:
@@ -262,7 +278,17 @@ class RolloutOptions(WritingOptions):
                 "auto_find_batch_size=True would change how many completions a group has: leave it out. Where memory "
                 "runs out, lowtide takes smaller micro-batches by itself"
             )
+        self._check_limits()
         self.check_writing()
+
+    def _check_limits(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name in OF_SERVER and value != each.default and not self.served:
+                raise ValueError(
+                    f"{each.name}={value:g} is for a server that writes: set use_vllm=True and vllm_mode='server', or "
+                    "leave it out"
+                )
 
     @property
     def uncut_prompt_tokens(self) -> int | None:

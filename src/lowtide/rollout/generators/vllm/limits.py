@@ -16,3 +16,7 @@ class Limits:
     max_inflight_tasks: int | None = None
     """The most completions that a rank asks for at a time; None: all of a batch, or as many as the server is asked for
     anyway."""
+    retries: int = 0
+    """How often what failed is asked for again: a server that cannot be reached, hangs, fails, or answers wrongly."""
+    pause: float = 0.0
+    """Seconds before each of these."""

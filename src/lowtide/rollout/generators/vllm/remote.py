@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,15 @@ from lowtide.ranks.world import distributed
 from lowtide.rollout.generators.generator import Completion, Reply, Request, Sampling
 from lowtide.rollout.generators.vllm.backends import backend_at
 from lowtide.rollout.generators.vllm.facts import SHAPES, Facts
-from lowtide.rollout.generators.vllm.http import Calls, ServerError
+from lowtide.rollout.generators.vllm.http import Calls, Refused, ServerError
 from lowtide.rollout.generators.vllm.label import Label, StaleWeights
 from lowtide.rollout.generators.vllm.limits import Limits
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, check_answer, check_length, write_all
 from lowtide.rollout.generators.vllm.weights import MAX_BUCKET_BYTES, Copies, buckets, to_bytes
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class VLLMServerGenerator:
@@ -79,10 +84,12 @@ class VLLMServerGenerator:
         sends = not distributed() or dist.get_rank() == 0
         if sends or is_sharded(model):
             # A copy failed, or the server was started again: a part would not make it whole.
-            if _said_by_first(sends and (before is None or self.backend.label() != asdict(before)), model):
+            lost = sends and (before is None or self._again(self.backend.label) != asdict(before))
+            if _said_by_first(lost, model):
                 self._copies.forget()
             if sends:
-                self._send(model, label)
+                tries = 1 if is_sharded(model) else self.tries  # the other ranks' part of it cannot be made again
+                self._again(lambda: self._send(model, label), tries=tries)
             else:
                 collections.deque(self._copies.lacking(model), maxlen=0)  # its shards are wanted for what is sent
         if not sends:
@@ -97,12 +104,46 @@ class VLLMServerGenerator:
 
     def _send(self, model: nn.Module, label: Label) -> None:
         backend = self.backend.by(self._sending())
-        backend.begin(label)
-        number = 0
-        most = self.bucket_bytes // backend.most
-        for number, bucket in enumerate(buckets(self._copies.lacking(model), most), start=1):  # noqa: B007
-            backend.send(label, to_bytes(bucket))
-        backend.end(label, number)
+        try:
+            backend.begin(label)
+            number = 0
+            most = self.bucket_bytes // backend.most
+            for number, bucket in enumerate(buckets(self._copies.lacking(model), most), start=1):  # noqa: B007
+                backend.send(label, to_bytes(bucket))
+            backend.end(label, number)
+        except ServerError:
+            self._copies.forget()  # what the server has of them is not known
+            raise
+
+    @property
+    def tries(self) -> int:
+        """How often the server is asked for something before that has failed."""
+        return self.limits.retries + 1
+
+    def _again(self, work: Callable[[], T], failures: type[Exception] = ServerError, tries: int | None = None) -> T:
+        """What the server is asked for, again where it fails; what it writes is the same, for seeds say what it draws.
+
+        Args:
+            failures: beside those of the server.
+
+        Raises:
+            ServerError: it failed each time, or refused.
+            ValueError: likewise, where that is among the failures; or it holds other weights.
+        """
+        left = self.tries if tries is None else tries
+        while True:
+            left -= 1
+            try:
+                return work()
+            except (ServerError, failures) as error:
+                refused = isinstance(error, Refused) and error.status < 500
+                if not left or refused or isinstance(error, StaleWeights):
+                    raise
+                logger.warning(
+                    f"{error}. It is asked again in {self.limits.pause:g} seconds ({self.tries - left} of "
+                    f"vllm_server_retries={self.limits.retries})"
+                )
+                time.sleep(self.limits.pause)
 
     def _await(self, label: Label) -> None:
         """Until the first rank has sent the weights.
@@ -111,12 +152,12 @@ class VLLMServerGenerator:
             ServerError: it has not within the time.
         """
         calls = self._sending()
-        until = time.monotonic() + calls.timeout
-        while self.backend.label() != asdict(label):
+        until = time.monotonic() + calls.timeout * self.tries + self.limits.pause * self.limits.retries
+        while self._again(self.backend.label) != asdict(label):
             if time.monotonic() > until:
                 raise ServerError(
                     f"{self.whose} did not get the weights of step {label.version} from the first rank within "
-                    f"{calls.option}={calls.timeout:g} seconds: see what that rank says"
+                    f"{self.tries} times {calls.option}={calls.timeout:g} seconds: see what that rank says"
                 )
             time.sleep(0.1)
 
@@ -145,7 +186,10 @@ class VLLMServerGenerator:
             check_answer(turns, found, vocabulary, self.whose)
             return found
 
-        return write_all(write, requests, sampling, reply)
+        def write_or_again(turns: Sequence[Turn], how: Sampling) -> list[WrittenTurn]:
+            return self._again(lambda: write(turns, how), ValueError)
+
+        return write_all(write_or_again, requests, sampling, reply)
 
 
 def check_model(facts: Facts, model: nn.Module, where: str) -> None:

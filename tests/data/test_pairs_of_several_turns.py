@@ -297,3 +297,17 @@ def test_messages_of_weight_0_are_context(tokenizer):
             prepared([{**row, "chosen": [first | {"weight": weight}, *others]}], tokenizer)
     with pytest.raises(ValueError, match="no message of the completion is trained"):
         prepared([{**row, "rejected": [each | {"train": False} for each in row["rejected"]]}], tokenizer)
+
+
+@pytest.mark.parametrize("weight, said", [(0, "each has the weight 0"), (0.5, "message 1 has the weight 0.5")])
+def test_an_answer_that_is_not_wholly_trained_is_refused(weight, said, tokenizer):
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    row = {"prompt": [asked], "chosen": [answer | {"weight": weight}], "rejected": [answer | {"content": "c"}]}
+    with pytest.raises(ValueError, match=f"row 0 .*{said}"):
+        prepared([row], tokenizer)
+    with pytest.raises(ValueError, match=f"row 0 .*{said}"):
+        prepare_unpaired(
+            Dataset.from_list([{"prompt": [asked], "completion": row["chosen"], "label": True}]),
+            *(tokenizer, PreferenceOptions()),
+            batch_size=1,
+        )

@@ -143,6 +143,10 @@ class SideEncoder:
     def _in_one_round(self, rows: Sequence[PreferenceSample], place: RowPlace) -> list[tuple[Answer, ...]]:
         """Of each row its sides, each one answer; or as the chat template writes them."""
         generated = [all(map(self._is_generated, row.sides)) for row in rows]
+        for number, row in enumerate(rows):
+            if generated[number] and not self.whole:
+                for side in row.sides:
+                    _trained_turns(cast(ChatSample, side), number, place)  # an answer of no weight is refused
         sides: list[Any] = list(zip(*(row.sides for row in rows), strict=True))
         by_row = zip(*(self.encoder.encode_answers(side, place, generated) for side in sides), strict=True)
         doubts = [NO_DOUBT if self.whole or each else Doubt.SEVERAL_TURNS for each in generated]

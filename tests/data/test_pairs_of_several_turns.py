@@ -299,7 +299,7 @@ def test_messages_of_weight_0_are_context(tokenizer):
         prepared([{**row, "rejected": [each | {"train": False} for each in row["rejected"]]}], tokenizer)
 
 
-@pytest.mark.parametrize("weight, said", [(0, "each has the weight 0"), (0.5, "message 1 has the weight 0.5")])
+@pytest.mark.parametrize(("weight", "said"), [(0, "each has the weight 0"), (0.5, "message 1 has the weight 0.5")])
 def test_an_answer_that_is_not_wholly_trained_is_refused(weight, said, tokenizer):
     asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     row = {"prompt": [asked], "chosen": [answer | {"weight": weight}], "rejected": [answer | {"content": "c"}]}

@@ -8,6 +8,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from lowtide.data.sources.load import load_rows
+from lowtide.data.sources.places import READS_HERE, check_place
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -254,3 +255,14 @@ def test_what_is_no_text_is_said_once_and_by_us(tmp_path, caplog, content, said)
     with pytest.raises(ValueError, match=rf"rows\.jsonl, line 1: {said}"):
         load_rows(file)
     assert "Failed to load" not in caplog.text
+
+
+@pytest.mark.parametrize("reader", READS_HERE)
+def test_a_reader_does_not_read_whatever_lies_in_the_current_folder(reader, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match=f"'{reader}' is a reader of `datasets`, which would read whatever lies"):
+        load_rows(reader)
+    (tmp_path / reader).mkdir()
+    (tmp_path / reader / "rows.jsonl").write_text('{"text": "a"}\n')
+    check_place(reader)

@@ -22,6 +22,19 @@ READERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Which reader of `datasets` reads which files, and its options."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".ods")
+READS_HERE = (
+    "arrow",
+    "audiofolder",
+    "csv",
+    "imagefolder",
+    "json",
+    "parquet",
+    "text",
+    "videofolder",
+    "webdataset",
+    "xml",
+)
+"""Readers of `datasets`, which read whatever lies in the current folder where no files are named."""
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json")
 
 
@@ -33,9 +46,14 @@ def check_place(source: str | Path, *, configured: bool = False) -> None:
 
     Raises:
         FileNotFoundError: nothing is there; names the nearest file that is.
-        ValueError: a file is empty, or of a kind that cannot be read.
+        ValueError: a file is empty, or of a kind that cannot be read; or a reader is named in the place of files.
     """
     path = Path(source).expanduser()
+    if str(source) in READS_HERE and not path.exists():
+        raise ValueError(
+            f"{str(source)!r} is a reader of `datasets`, which would read whatever lies in this folder: name a file "
+            "or a folder, or give the reader its `data_files` in an entry of `datasets`"
+        )
     if path.is_file():
         _check_file(path)
     elif path.is_dir():

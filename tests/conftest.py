@@ -19,14 +19,14 @@ import torch
 
 from tests.support.heap import leave_out
 from tests.support.recording import record_if_asked
-from tests.support.shapes import modules_with_shapes
+from tests.support.shapes import check_what_is_imported
 from tests.support.short_tests import ASKED, check_is_short, checked, cpu_seconds, long_tests, not_counted
 from tests.support.signals import in_the_foreground
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-jaxtyping.install_import_hook(modules_with_shapes(), "tests.support.shapes.check_shapes")
+check_what_is_imported()
 from lowtide.planner import process  # noqa: E402  (after the hook)
 from lowtide.planner.tracing_process import tracing_here  # noqa: E402
 

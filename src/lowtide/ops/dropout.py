@@ -31,7 +31,7 @@ def drops_here(x: Tensor, rate: float) -> bool:
     return rate > 0 and target_of(x).kind == "cpu"
 
 
-def dropout(x: Float[Tensor, ...], rate: float) -> Float[Tensor, ...]:
+def dropout(x: Float[Tensor, " ..."], rate: float) -> Float[Tensor, " ..."]:
     """`x` with its entries zero at the rate, and the others scaled so that their mean stays."""
     return _Dropout.apply(x, rate)
 
@@ -40,7 +40,7 @@ def written_attention(
     query: Float[Tensor, "segments heads queries dim"],
     key: Float[Tensor, "segments heads keys dim"],
     value: Float[Tensor, "segments heads keys value_dim"],
-    mask: Bool[Tensor, ...] | None,
+    mask: Bool[Tensor, " ..."] | None,
     scale: float,
     rate: float,
     bias: Float[Tensor, "heads distances"] | None = None,

@@ -97,7 +97,7 @@ def dequantize(
 
 
 @functools.cache
-def _levels(signed: bool, device: torch.device) -> Float32[Tensor, 256]:
+def _levels(signed: bool, device: torch.device) -> Float32[Tensor, " 256"]:
     """What the codes stand for, in ascending order."""
     with without_modes():  # what is kept has values, even if it is a trace that asks first
         found = [torch.tensor([0.0, 1.0], dtype=torch.float32)]
@@ -109,7 +109,7 @@ def _levels(signed: bool, device: torch.device) -> Float32[Tensor, 256]:
 
 
 @functools.cache
-def _nearest(signed: bool, device: torch.device) -> UInt8[Tensor, 65536]:
+def _nearest(signed: bool, device: torch.device) -> UInt8[Tensor, " 65536"]:
     """The code of the nearest level to each bfloat16 number, in the order of their bits as signed integers."""
     levels = _levels(signed, torch.device("cpu"))
     with without_modes():

@@ -150,7 +150,7 @@ CASES = {
     "rloo, two rewards": Case({"num_generations": 4}, method="RLOO", two=True),
 }
 QUICK = ("grpo, several iterations", "rloo")
-LONG = (*TYPES, "gmpo", "luspo", "reference", "lora", "rloo", "dapo, several iterations", "rloo, several iterations")
+LONG = ("grpo", "gmpo", "reference", "lora", "rloo", "dapo, several iterations", "rloo, several iterations")
 
 
 class Writer:

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, dict, dict]] = {
 
 
 @pytest.mark.parametrize("case", slow_but(["roberta"], CASES))
-def test_twenty_steps_are_those_of_transformers(case: str, tmp_path: Path):
+def test_steps_are_those_of_transformers(case: str, tmp_path: Path):
     family, data, options = CASES[case]
     pieces = tokenizer(types=family == "bert")
     model, rows = classifier(family, labels=1 if data.get("kind") == "value" else 3), dataset(64, **data)

@@ -60,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", slow_but(["roberta"], CASES))
-def test_twenty_steps_are_those_of_transformers(case: str, tmp_path: Path):
+def test_steps_are_those_of_transformers(case: str, tmp_path: Path):
     family, options = CASES[case]
     model, rows = tagger(family), dataset(64)
     # The Trainer would add up the means of micro-batches where gradients accumulate: these models' losses are means,

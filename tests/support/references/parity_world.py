@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from tests.support.runs.on_a_cpu import ON_A_CPU
 
-STEPS, FIRST_STEPS = 20, 6
+STEPS, FIRST_STEPS = 12, 6
 """Of a long run, and of one that shows what a loss, an option or a format does: from the second step on, gradients and
 the optimizer take part in every loss."""
 COMMON: dict[str, Any] = {

@@ -26,12 +26,13 @@ DESCRIBED = LlamaConfig(
 @pytest.mark.parametrize("optim", ["adamw_compressed", "adamw_stochastic_8bit"])
 def test_a_few_blocks_say_what_all_say(optim, monkeypatch):
     monkeypatch.setattr(compressed_adamw, "BLOCK", {"cpu": 1 << 11, "cuda": 1 << 11})
+    described = LlamaConfig.from_dict(DESCRIBED.to_dict() | {"num_hidden_layers": 2})
     counted = []
 
     def estimated():
         config = SFTConfig(output_dir="run", use_cpu=True, report_to="none", optim=optim)
         rows = row_lengths("16x2", METHODS["sft"]).rows()
-        run = FakeRun(METHODS["sft"], config, DESCRIBED, rows, prepared=True)
+        run = FakeRun(METHODS["sft"], config, described, rows, prepared=True)
         found = estimate_run(run, DEVICES["H100-80GB"])
         costs = run.traced(DEVICES["H100-80GB"]).costs["optimizer"]
         return found.phases, found.tokens_per_second, sum(costs.operations.values())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import inspect
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from lowtide.compat.transformers import dict_fields, state_of
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
+from lowtide.option import Group
+from lowtide.option_values import options_of
 from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import nearest
 
@@ -51,8 +54,7 @@ def config_class(method: Method) -> type[TrainingConfig]:
         f"{public_name(method)}Config",
         (method.options, TrainingConfig),
         {
-            "__doc__": f"Options of {method.title}: `{method.options.__name__}`, `TrainingConfig` and "
-            "`TrainingArguments`.",
+            "__repr__": TrainingConfig.__repr__,
             "__module__": "lowtide",  # where it is found again, by pickle too
             "method": method,
             "_VALID_DICT_FIELDS": [
@@ -65,7 +67,22 @@ def config_class(method: Method) -> type[TrainingConfig]:
             },
         },
     )
-    return dataclass(made)
+    made = dataclass(made)
+    made.__doc__ = _doc(made, method)
+    return made
+
+
+def _doc(config: type[TrainingConfig], method: Method) -> str:
+    """What `help` says of a config: its options by group, those of the method itself first, a line each."""
+    lines = [f"Options of {method.title}. All are keywords; values are converted and checked when the config is made."]
+    options = {name: each for name, each in options_of(config).items() if name not in config.without_effect}
+    own = {name for kind in method.options.__mro__ for name in inspect.get_annotations(kind)}
+    groups = {method.title: None, **{group.value: group for group in Group}}
+    for title, group in groups.items():
+        listed = [each for name, each in options.items() if each.group is group and (group or name in own)]
+        if listed:
+            lines += ["", f"{title}:"] + [f"    {each.name} = {each.default!r}: {each.help}" for each in listed]
+    return "\n".join([*lines, "", "Further ones are those of `transformers.TrainingArguments`."])
 
 
 class ConfigState(NamedTuple):

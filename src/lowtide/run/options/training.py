@@ -148,6 +148,15 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
         vars(made)["_requested"] = {**dict(zip(positional, args, strict=False)), **kwargs}
         return made
 
+    def __repr__(self) -> str:
+        """What differs from the defaults: what was given, and what was set since. Access tokens are left out."""
+        now, as_made = self.to_dict(), self.__dict__.get("_as_made", {})
+        defaults = {each.name: default_of(type(self), each.name) for each in fields(self) if each.name in now}
+        told = {name for name, value in self.requested.items() if name in now and value != defaults[name]}
+        told |= {name for name, value in as_made.items() if getattr(self, name) != value}
+        shown = [f"{name}={now[name]!r}" for name in defaults if name in told and now[name] != defaults[name]]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled, as into `training_args.bin`: access tokens are not."""
         return without_secrets(self.__dict__)
@@ -350,6 +359,7 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
             )
             self._n_gpu = 1  # or the Trainer would put a copy of the model on each in each step
         self.check_memory(self.max_grad_norm)
+        vars(self)["_as_made"] = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         if self.sharding.by_deepspeed:
             vars(self).update(_zero_config=checked_config(self, launched()), rehearsal=False)
         if not self.eval_do_concat_batches:

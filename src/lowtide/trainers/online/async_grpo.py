@@ -29,7 +29,7 @@ URL = "http://localhost:8000"
 _Config: Any = config_class(GRPO)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class AsyncGRPOConfig(_Config):
     """Options of `GRPOConfig` with the defaults of TRL's `AsyncGRPOConfig`, and those that TRL has there alone."""
 

@@ -20,6 +20,9 @@ RANKS_APART := tests/trainers/sharded tests/trainers/checkpoints/test_sharded_ch
 # `make test RECORD=1`, and so each suite: where all of it passes, its record is written for docs/tests.md
 recorded = $(if $(RECORD),LOWTIDE_RECORD=$1 )$(2)
 
+# a test run starts hundreds of processes, which read the modules that an earlier one has compiled
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-all test-sweeps test-gpu test-kernels test-ranks test-faults mutants test-vllm test-others test-wheel check bench docs site clean
 

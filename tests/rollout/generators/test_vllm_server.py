@@ -370,7 +370,7 @@ def test_an_error_of_the_engine_is_told(server: Running, engine: Remembers):
     generator = generator_at(server.url, model)
     generator.sync(model, 0)
     engine.write = lambda jobs: [][0]  # type: ignore[method-assign]
-    with pytest.raises(Refused, match="refuses /generate"):
+    with pytest.raises(Refused, match=r"refuses /generate \(500\): IndexError"):
         generator.generate(model, REQUESTS, SAMPLING)
 
 

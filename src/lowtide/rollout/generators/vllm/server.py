@@ -68,6 +68,10 @@ class Conflict(ValueError):
     """What is asked does not go with the weights that are held."""
 
 
+class Unknown(Exception):
+    """There is nothing of the name that was asked for."""
+
+
 @dataclass
 class _Job:
     """Something for the thread of the engine."""
@@ -159,7 +163,7 @@ class Service:
         Raises:
             ValueError: it makes no sense.
             Conflict: it does not go with the weights that are held.
-            LookupError: there is nothing of that name.
+            Unknown: there is nothing of that name.
         """
         if path == "/weights/bucket":
             return self._wait(_Job(lambda: self._take(body, run)))
@@ -174,7 +178,7 @@ class Service:
             return self._wait(_Job(lambda: self._begin(asked.get("label"))))
         if path == "/weights/end":
             return self._wait(_Job(lambda: self._end(asked.get("label"), asked.get("buckets"))))
-        raise LookupError(f"there is nothing at {path}")
+        raise Unknown(f"there is nothing at {path}")
 
     def _begin(self, label: Any) -> dict:
         _check_label(label)
@@ -282,8 +286,8 @@ class Handler(BaseHTTPRequestHandler):
             self._say(200, self.service.answer(self.path, body, self.headers.get("X-Run")))
         except Conflict as error:
             self._say(409, {"error": str(error)})
-        except LookupError as error:
-            self._say(404 if not isinstance(error, KeyError) else 400, {"error": str(error)})
+        except Unknown as error:
+            self._say(404, {"error": str(error)})
         except (ValueError, RecursionError) as error:
             self._say(400, {"error": str(error)})
         except Exception as error:

@@ -211,6 +211,11 @@ def test_an_empty_folder_is_named(tmp_path):
         load_rows(tmp_path)
 
 
+def test_a_whole_disk_is_no_dataset():
+    with pytest.raises(ValueError, match="/ is the whole disk: name the folder of the rows"):
+        load_rows("/")
+
+
 def test_a_name_that_the_hub_does_not_have_is_named(monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("no route")

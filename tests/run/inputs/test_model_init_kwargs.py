@@ -75,6 +75,12 @@ def test_a_none_is_the_default_and_the_scripts_word_on_code_comes_first():
     assert model_init({"torch_dtype": "float16", "dtype": "bfloat16"})["dtype"] == "bfloat16"
 
 
+def test_a_revision_is_a_name():
+    assert model_init({"revision": "v1"})["revision"] == "v1"
+    with pytest.raises(ValueError, match="revision=3 must be the name of a branch"):
+        model_init({"revision": 3})
+
+
 def test_a_quantization_given_twice_is_refused():
     eight = BitsAndBytesConfig(load_in_8bit=True)
     assert model_init({}, quantization_config=eight)["quantization_config"] is eight

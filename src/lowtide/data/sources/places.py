@@ -57,6 +57,8 @@ def check_place(source: str | Path, *, configured: bool = False) -> None:
     if path.is_file():
         _check_file(path)
     elif path.is_dir():
+        if path.resolve() == Path(path.resolve().anchor):
+            raise ValueError(f"{source} is the whole disk: name the folder of the rows")
         if not configured and not is_saved(path) and next(readable_files(path), None) is None:
             raise FileNotFoundError(f"{path} holds no files that can be read ({', '.join(READERS)}).")
     elif Path(source).suffix in (*READERS, *COMPRESSED, *SPREADSHEETS) or _looks_like_path(str(source)):

@@ -19,7 +19,7 @@ def model_init(
 ) -> dict[str, Any]:
     """The arguments of `from_pretrained`, with `trust_remote_code` always among them.
 
-    A None leaves the default. `torch_dtype` is the older name of `dtype`.
+    A None leaves the default. `torch_dtype` is the older name of `dtype`, and a `revision` is a name.
 
     Args:
         given: `model_init_kwargs`; what it says of `trust_remote_code` comes first.
@@ -27,13 +27,18 @@ def model_init(
         quantization_config: the trainer's argument.
 
     Raises:
-        ValueError: the quantization is given in both places.
+        ValueError: the quantization is given in both places, or the revision is no name.
     """
     init = {name: value for name, value in (given or {}).items() if value is not None}
     check_flags("model_init_kwargs", init, [CODE])
     if "torch_dtype" in init:
         dtype = init.pop("torch_dtype")
         init.setdefault("dtype", dtype)
+    if not isinstance(init.get("revision", ""), str):
+        raise ValueError(
+            f"model_init_kwargs: revision={init['revision']!r} must be the name of a branch, a tag or a commit: put it "
+            "in quotation marks"
+        )
     if quantization_config is not None:
         if WEIGHTS in init:
             raise ValueError(

@@ -12,7 +12,7 @@ tokens with `prefix = [-1, 0, 0]`; padded it would be 2 x 9 = 18.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -175,7 +175,8 @@ class RaggedBatch:
                 from its prefix's last token; without a prefix nothing predicts it, and its label is not scored.
             prefix: for each segment the index of the segment it goes on from, or -1 (the default); with a number of
                 tokens, if it goes on after so many of that, and does not see what follows them there.
-            row: for each segment its row, or its row and completion; each segment a row of its own if None.
+            row: for each segment its row, or its row and completion, -1 for a part of none; each segment a row of its
+                own if None. By rows alone, the segments of a row that are no prefix are its completions.
             score_rule: which positions are scored.
             row_values: further values, [rows] each; likewise score_values, [scores] each.
             shown: the images of the segments; None of text alone.
@@ -186,10 +187,11 @@ class RaggedBatch:
         count = len(token_ids)
         labels = token_ids if labels is None else labels
         prefix = [-1] * count if prefix is None else prefix
-        row = list(range(count)) if row is None else row
-        seen, owner = ([each if isinstance(each, tuple) else (each, -1) for each in given] for given in (prefix, row))
-        _check_lists(token_ids, labels, [each for each, _ in seen], [each for each, _ in owner])
+        row = [(number, -1) for number in range(count)] if row is None else row
+        seen = [each if isinstance(each, tuple) else (each, -1) for each in prefix]
         shared = {each for each, _ in seen}
+        owner = _completions_of(row, shared)
+        _check_lists(token_ids, labels, [each for each, _ in seen], [each for each, _ in owner])
         segments: list[Segment] = []
         laid: list[LaidSegment] = []
         places: list[tuple[Tensor, Tensor, Tensor]] = []  # position_ids, score_index and score_target of each
@@ -264,7 +266,7 @@ class RaggedBatch:
                 token_ids.append(tokens[start : start + length])
                 labels.append(wanted[start : start + length])
                 weights.append(own[start : start + length])
-                owner.append(number)
+                owner.append((number, -1))
                 start += length
         batch = cls.from_segments(token_ids, labels, prefix=prefix, row=owner, score_rule=score_rule, shown=shown)
         return replace(batch, score_values={WEIGHT: _weights(batch.segments, labels, weights)}) if weighted else batch
@@ -682,6 +684,20 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     pinned = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
     return pinned.to(device, non_blocking=device.type != "cpu")
+
+
+def _completions_of(row: Sequence[int | tuple[int, int]], shared: Collection[int]) -> list[tuple[int, int]]:
+    """The row and the completion of each segment, where rows alone may be told: those that are `shared` are of none."""
+    counts: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    for number, each in enumerate(row):
+        if isinstance(each, tuple):
+            found.append(each)
+            continue
+        completion = -1 if number in shared else counts.get(each, 0)
+        counts[each] = counts.get(each, 0) + (number not in shared)
+        found.append((each, completion))
+    return found
 
 
 def _check_lists(

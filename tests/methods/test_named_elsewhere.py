@@ -30,6 +30,7 @@ NAMED = {
     "engine/heads/classes.py": "the task that a model's card names",
     "cli/show.py": "its own options are those of SFT rows",
     "planning.py": "an example in its docstrings",
+    "trainers/online/async_grpo.py": "GRPO under the names of another trainer of TRL's",
     "trainers/taught.py": "a teacher's options are GKD's",
 }
 

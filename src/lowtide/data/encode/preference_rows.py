@@ -108,9 +108,10 @@ def _truncated(sides: Sequence[TokenRows], truncation: Truncation) -> list[Token
 def _scored(side: TokenRows) -> Int[np.ndarray, " rows"]:
     """How many tokens of each completion are scored: all, but for the first where no prompt comes before it, and for
     what is context of later turns."""
-    contexts = np.append(0, np.cumsum(side.labels == IGNORED))
-    unscored = np.maximum(prompt_lengths(side), 1) + np.diff(contexts[side.offsets])
-    return side.lengths - np.where(side.lengths > 0, unscored, 0)
+    ignored = np.append(0, np.cumsum(side.labels == IGNORED))
+    prompts = prompt_lengths(side)
+    contexts = ignored[side.offsets[1:]] - ignored[side.offsets[:-1] + prompts]
+    return side.lengths - np.where(side.lengths > 0, np.maximum(prompts, 1) + contexts, 0)
 
 
 def equal_rows(one: TokenRows, other: TokenRows) -> Bool[np.ndarray, " rows"]:

@@ -13,7 +13,7 @@ from lowtide.data.batches.values import LENGTHS, NUMBER, PLACE
 from lowtide.engine.heads.head import ScoreOutput
 from lowtide.engine.padded import padded_inputs
 from lowtide.objectives.outcome import Counts, Outcome
-from lowtide.ragged import RaggedBatch
+from lowtide.ragged import RaggedBatch, Segment
 
 
 @dataclass
@@ -61,5 +61,12 @@ def are_whole(batch: RaggedBatch) -> bool:
     counts = [min(lengths[part.row][part.completion], part.score_stop - part.score_start) for part in parts]
     scored = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
     firsts = batch.score_index[[part.score_stop - count for part, count in scored]].tolist()
-    ends = all(first + 1 == part.stop - count for first, (part, count) in zip(firsts, scored, strict=True))
-    return ends and len(parts) == batch.rows * batch.completions
+    return firsts == [_before(batch, *each) for each in scored] and len(parts) == batch.rows * batch.completions
+
+
+def _before(batch: RaggedBatch, part: Segment, count: int) -> int:
+    """The place from which the first of a segment's last tokens is predicted; of all of them the prefix's last one."""
+    if part.length > count or part.prefix < 0:
+        return part.stop - count - 1
+    prefix = batch.segments[part.prefix]
+    return (prefix.stop if part.prefix_length < 0 else prefix.start + part.prefix_length) - 1

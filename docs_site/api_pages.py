@@ -34,6 +34,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Rewards and judges": ("lowtide.rollout",),
     "Callbacks": ("lowtide.trainers.callbacks",),
+    "Asynchronous GRPO": ("lowtide.trainers.online.async_grpo",),
     "Scripts": ("lowtide.scripts",),
 }
 """The modules whose public names a page has; a name is on the first that takes it."""

@@ -22,7 +22,7 @@ from lowtide.memory.allocators import host_heap
 from tests.support.matrix.matrix import ACTED, TECHNIQUES, make, with_it
 from tests.support.memory.storages import Storages
 
-EVERY, STEPS = 8, 64
+EVERY, STEPS = 8, 48
 """Steps between marks, and in all."""
 BATCH = 4
 """Rows of a step. An epoch has four batches, so all marks follow the same rows."""

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 
-def slow_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """The values of a parameter, with all but the quick ones marked `slow`.
+def slow_but(quick: Iterable[Any], values: Iterable[Any], swept: Iterable[Any] = ()) -> list[Any]:
+    """The values of a parameter, with all but the quick ones marked `slow`, and some for the sweep alone.
 
     Of two parameters, a cell is quick if both its values are.
     """
-    quick, values = list(quick), list(values)
-    assert all(each in values for each in quick), f"{quick} are not all of {values}"
-    return [value if value in quick else _slow(value) for value in values]
+    quick, values, swept = list(quick), list(values), list(swept)
+    assert all(each in values for each in (*quick, *swept)), f"{quick} and {swept} are not all of {values}"
+    return [value if value in quick else _slow(value, swept=value in swept) for value in values]
 
 
 def slow_or_sweep(cells: Iterable[tuple[Any, ...]], slow: Collection[tuple[Any, ...]]) -> list[Any]:
@@ -24,6 +24,7 @@ def slow_or_sweep(cells: Iterable[tuple[Any, ...]], slow: Collection[tuple[Any, 
     return [pytest.param(*cell, marks=marks(cell)) for cell in cells]
 
 
-def _slow(value: Any) -> Any:
+def _slow(value: Any, *, swept: bool) -> Any:
     """A tuple is of several parameters."""
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+    marks = (pytest.mark.slow, *[pytest.mark.sweep] * swept)
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)

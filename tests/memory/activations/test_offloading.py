@@ -58,7 +58,11 @@ MODELS = {
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    slow_but([("plain", ADAMW)], [*((name, ADAMW) for name in MODELS), ("plain", SGD), ("adapters", SGD)]),
+    slow_but(
+        [("plain", ADAMW)],
+        [*((name, ADAMW) for name in MODELS), ("plain", SGD), ("adapters", SGD)],
+        swept=[(name, ADAMW) for name in ("tied", "bfloat16", "checkpointed_reentrant", "tiled", "soft_caps")],
+    ),
 )
 def test_twelve_steps_give_the_same_bits(name, optimizer):
     def train(offloaded: bool):

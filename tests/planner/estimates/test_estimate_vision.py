@@ -10,7 +10,7 @@ import lowtide
 from lowtide import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowtide.planner.estimate import BESIDE_TENSORS
 from lowtide.run.writing import Writer
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_or_sweep
 from tests.support.memory.live_bytes import LivingBytes
 from tests.support.models.vision_families import family_config
 from tests.support.models.vision_models import CONFIGS, FAMILIES, conversations, processor, rows, stored, vision_model
@@ -55,10 +55,10 @@ CASES: dict[str, Any] = {
     "GRPO": (*(GRPOTrainer, GRPOConfig, rows), {"num_generations": 4, "max_completion_length": 16, "beta": 0.1}),
 }
 
+CELLS = [(family, case) for family in FAMILIES for case in CASES]
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES])
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize(("family", "case"), slow_or_sweep(CELLS, CELLS[::2]))
 def test_the_peak_is_predicted_with_the_tower(family: str, case: str, tmp_path: Path) -> None:
     kind, config, make, options = CASES[case]
     made = Dataset.from_list(make(32))

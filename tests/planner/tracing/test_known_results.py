@@ -19,7 +19,7 @@ from lowtide.planner.tracing import fake_run, known_results
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planning import method_of
-from tests.support.marks import slow_but
+from tests.support.marks import slow_or_sweep
 
 aten = torch.ops.aten
 DESCRIBED = LlamaConfig(
@@ -160,11 +160,11 @@ def test_operations_of_others_are_asked_each_time(fake):
     assert func.times == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", slow_but([{}], [{}, {"bf16": True, "tokens_per_microbatch": 48}, {"optim": "adafactor"}]), ids=str
-)
-@pytest.mark.parametrize("device", slow_but(["cpu"], ["cpu", "H100-80GB"]))
+OPTIONS: tuple[dict, ...] = ({}, {"bf16": True, "tokens_per_microbatch": 48}, {"optim": "adafactor"})
+CELLS = [(device, options) for device in ("cpu", "H100-80GB") for options in OPTIONS]
+
+
+@pytest.mark.parametrize(("device", "options"), slow_or_sweep(CELLS, CELLS[::2]), ids=str)
 def test_a_trace_is_the_same_where_all_is_asked_anew(options, device, tmp_path, monkeypatch):
     def events() -> list[tuple]:
         args = lowtide.DPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)

@@ -13,6 +13,9 @@ from tests.support.models.architectures import PADDED, RAGGED, RECURRENT, TYPICA
 from tests.support.runs.generating import scored, some_requests, token_ids, writer, written_logprobs
 
 SERVED = [*RAGGED, *RECURRENT]
+QUICK = [*TYPICAL, *TYPICAL_RECURRENT]
+FIRST, SECOND = ([each for each in SERVED[start::2] if each not in QUICK] for start in range(2))
+"""Halves of the others: the slow tests write the first greedily, and draw from the second; the sweep does both."""
 MOST = 20
 MISLED_BY_PADDING = {"llama4"}
 """Their own forward counts padding on the left as positions."""
@@ -20,7 +23,7 @@ OTHER_TOKEN_BY_TOKEN = {"nemotron_h", "zamba2"}
 """Their own forward bounds time steps from below in whole rows, and not token by token: it differs from itself."""
 
 
-@pytest.mark.parametrize("name", slow_but([*TYPICAL, *TYPICAL_RECURRENT], SERVED))
+@pytest.mark.parametrize("name", slow_but(QUICK, SERVED, swept=SECOND))
 def test_greedy_tokens_are_those_of_transformers(name: str):
     model, sampling = writer(name), Sampling(MOST, temperature=0)
 
@@ -33,7 +36,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str):
         torch.testing.assert_close(written_logprobs(got), written_logprobs(wanted), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", slow_but([*TYPICAL, *TYPICAL_RECURRENT], SERVED))
+@pytest.mark.parametrize("name", slow_but(QUICK, SERVED, swept=FIRST))
 def test_sampled_logprobs_are_those_of_the_scorer(name: str):
     model = writer(name)
 
@@ -44,7 +47,7 @@ def test_sampled_logprobs_are_those_of_the_scorer(name: str):
     torch.testing.assert_close(written_logprobs(got, plain=False), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", slow_but([*TYPICAL, *TYPICAL_RECURRENT], SERVED))
+@pytest.mark.parametrize("name", slow_but(QUICK, SERVED, swept=SECOND))
 def test_a_reply_is_computed_after_what_is_held(name: str):
     """Completions longer than the windows are replied to, by more and by fewer tokens."""
     model, replies = writer(name), [[5, 6, 7, 8, 9, 10, 11], [12], [13, 14, 15]]

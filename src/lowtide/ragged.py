@@ -23,6 +23,8 @@ from torch import Tensor
 
 from lowtide.score_rules import IGNORE, NEXT_TOKEN, LaidSegment, ScoreRule, ShiftedRight
 
+UNTOLD = -2
+"""For how many tokens of a prefix are seen, and for a completion, where a number alone is given."""
 SECOND_TEXT = "second_text"
 """Row value: the position at which the second text of a pair begins, for models that tell the two apart."""
 WEIGHT = "weight"
@@ -186,11 +188,9 @@ class RaggedBatch:
         """
         count = len(token_ids)
         labels = token_ids if labels is None else labels
-        prefix = [-1] * count if prefix is None else prefix
-        row = [(number, -1) for number in range(count)] if row is None else row
-        seen = [each if isinstance(each, tuple) else (each, -1) for each in prefix]
+        seen = _told([-1] * count if prefix is None else prefix)
         shared = {each for each, _ in seen}
-        owner = _completions_of(row, shared)
+        owner = _completions_of([(number, -1) for number in range(count)] if row is None else _told(row), shared)
         _check_lists(token_ids, labels, [each for each, _ in seen], [each for each, _ in owner])
         segments: list[Segment] = []
         laid: list[LaidSegment] = []
@@ -199,7 +199,7 @@ class RaggedBatch:
         start = scored = 0
         given = zip(token_ids, labels, seen, owner, strict=True)
         for number, (tokens, wanted, (other, most), (of_row, of)) in enumerate(given):
-            stop = start + len(tokens)
+            stop, most = start + len(tokens), max(most, -1)
             before = laid[other] if other >= 0 else None
             if before is not None and most >= 0:
                 before = before._replace(token_ids=before.token_ids[:most])
@@ -686,17 +686,20 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=device.type != "cpu")
 
 
-def _completions_of(row: Sequence[int | tuple[int, int]], shared: Collection[int]) -> list[tuple[int, int]]:
-    """The row and the completion of each segment, where rows alone may be told: those that are `shared` are of none."""
+def _told(given: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs of numbers, of which the second may have been left out."""
+    return [each if isinstance(each, tuple) else (each, UNTOLD) for each in given]
+
+
+def _completions_of(told: Sequence[tuple[int, int]], shared: Collection[int]) -> list[tuple[int, int]]:
+    """The row and the completion of each segment. Where rows alone are told, segments that are `shared` are of none."""
     counts: dict[int, int] = {}
     found: list[tuple[int, int]] = []
-    for number, each in enumerate(row):
-        if isinstance(each, tuple):
-            found.append(each)
-            continue
-        completion = -1 if number in shared else counts.get(each, 0)
-        counts[each] = counts.get(each, 0) + (number not in shared)
-        found.append((each, completion))
+    for number, (row, completion) in enumerate(told):
+        if completion == UNTOLD:
+            completion = -1 if number in shared else counts.get(row, 0)
+            counts[row] = counts.get(row, 0) + (number not in shared)
+        found.append((row, completion))
     return found
 
 

@@ -234,9 +234,10 @@ def check_flags(option: str, given: object, names: Iterable[str]) -> None:
     Raises:
         ValueError: names the key.
     """
-    for name in names if isinstance(given, Mapping) else ():
-        if not isinstance(given.get(name), bool | None):
-            raise ValueError(f"{option}: {name}={given[name]!r} must be true or false")
+    if isinstance(given, Mapping):
+        for name in names:
+            if not isinstance(given.get(name), bool | None):
+                raise ValueError(f"{option}: {name}={given[name]!r} must be true or false")
 
 
 def plain(value: Any) -> Any:

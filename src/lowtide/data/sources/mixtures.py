@@ -113,7 +113,7 @@ def split_off(rows: Dataset | IterableDataset, test_split_size: float, seed: int
             f"test_split_size={size} cannot be taken from {len(rows)} rows: give a share below 1, or a "
             "number of rows that leaves some to train on"
         ) from error
-    return DatasetDict({name: entitled(part, title_of(rows, name)) for name, part in splits.items()})
+    return DatasetDict({name: entitled(part, title_of(rows, str(name))) for name, part in splits.items()})
 
 
 def _entry(given: Any, title: str) -> DatasetConfig:

@@ -99,8 +99,8 @@ def check_counts(config: Mapping[str, Any], name: str) -> None:
         count = config.get(key)
         if isinstance(count, list | dict) and key in SINGLE:
             raise ValueError(f"the config of {name!r} says {key}={count!r:.80}, which is one number")
-        whole = isinstance(count, int) and not isinstance(count, bool)
-        if isinstance(count, int | float | str) and not (whole and least <= count <= most):
+        fits = isinstance(count, int) and not isinstance(count, bool) and least <= count <= most
+        if isinstance(count, int | float | str) and not fits:
             raise ValueError(f"the config of {name!r} says {key}={count!r:.80}, and a model has {least} to {most:,}")
 
 

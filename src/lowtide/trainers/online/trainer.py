@@ -103,11 +103,12 @@ class OnlineTrainer(ReferenceTrainer):
             given["train_dataset"] = self._empty_prompts(given["args"])
         elif self._given["environment_factory"] is not None:
             for name in ("train_dataset", "eval_dataset"):
-                rows = given.get(name)
-                each = (
-                    {key: _with_prompts(part, name) for key, part in rows.items()} if isinstance(rows, dict) else None
-                )
-                given[name] = _with_prompts(rows, name) if each is None else type(rows)(each)
+                rows: Any = given.get(name)
+                if isinstance(rows, dict):  # a `DatasetDict` too
+                    kind: Any = type(rows)
+                    given[name] = kind({key: _with_prompts(part, name) for key, part in rows.items()})
+                else:
+                    given[name] = _with_prompts(rows, name)
         return given | {"data_collator": None}, older
 
     def _empty_prompts(self, args: Any) -> Dataset:

@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         segments = method.rows.shown(entitled(rows.select([number]), args.data), how)
         shown.append(ShownRow(number, segments))
         for place, segment in enumerate(segments, start=1):
-            heading = f"row {number}, {segment.name or f'segment {place} of {len(segments)}'}"
+            heading = f"row {number}, {segment.title(place, len(segments))}"
             for line in _lines(heading, segment, coloured=console.color_system is not None):
                 console.print(line, soft_wrap=True)
     if args.html is not None:

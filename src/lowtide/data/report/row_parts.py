@@ -49,6 +49,10 @@ class ShownSegment:
     after: str = ""
     """What it goes on from, by name; empty where it goes on from none, or from the segment `prefix`."""
 
+    def title(self, place: int, of: int) -> str:
+        """Its name, or which of a row's so many segments it is, counted from 1."""
+        return self.name or f"segment {place} of {of}"
+
     @property
     def counts(self) -> dict[str, int]:
         """Its tokens by kind, of those kinds that it has."""

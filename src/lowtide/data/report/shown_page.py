@@ -42,7 +42,7 @@ class ShownRow:
         if where:
             where = f'<p class="note">{where}<code>{escape(segment.before)}</code></p>'
         parts = "".join(f'<span class="{part.kind}">{escape(part.text)}</span>' for part in segment.parts)
-        named = segment.name or f"segment {place} of {len(self.segments)}"
+        named = segment.title(place, len(self.segments))
         heading = f"Row {self.number}, {named}: {sum(counts.values()):,} tokens: {told}"
         return f'<h2>{escape(heading)}</h2>{where}<div class="shown">{parts}</div>'
 

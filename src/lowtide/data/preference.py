@@ -57,6 +57,10 @@ __all__ = ["PreferenceOptions", "prepare_pairs", "prepare_unpaired"]
 
 logger = logging.getLogger(__name__)
 
+MARGIN: dict[str, Any] = {"margin": Value("float32")}
+LABEL: dict[str, Any] = {"label": Value("bool")}
+MISMATCHED: dict[str, Any] = {WHOLE_COMPLETION: KL_FEATURE}
+"""Columns of prepared rows beside their tokens."""
 PAIRS_AT_A_TIME = 1000
 """Pairs are taken apart in runs of so many, all chosen before all rejected, as by TRL's `unpair_preference_dataset`."""
 
@@ -116,7 +120,7 @@ def prepare_pairs(
             images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
         with_margins = "margin" in row_format.columns
         tabulate = _tabulated(options, whole=whole, margins=with_margins)
-        more = _pair_columns(with_margins, images, encoder)
+        more = _columns_beside(parts, MARGIN if with_margins else {}, images, encoder)
         features, wanted = noted_features(parts, **more), [*token_columns(parts), *more]
         rows, preparer = dataset.with_format(None), _Preparer(encoder, tabulate, images)
         rows = rows.select_columns([*row_format.columns, *shown])
@@ -200,7 +204,7 @@ def prepare_unpaired(
         encoder = SideEncoder(tokenizer, row_format, options, first_row, source)
         if images is not None:
             images.check_first(encoder.encoder, row_format.read(first_row).sides[0])
-        more = _unpaired_columns(has_kl, images, encoder)
+        more = _columns_beside(UNPAIRED_PARTS, LABEL | (MISMATCHED if has_kl else {}), images, encoder)
         features, wanted = noted_features(UNPAIRED_PARTS, **more), [*token_columns(UNPAIRED_PARTS), *more]
         rows = dataset.with_format(None).select_columns([*row_format.columns, *shown])
         tabulate = partial(unpaired_table, truncation=options.truncation, whole_completions=has_kl)
@@ -233,20 +237,12 @@ def _in_order(
     return numbers[order], lengths[order]
 
 
-def _pair_columns(with_margins: bool, images: ImageExpander | None, encoder: SideEncoder) -> dict[str, Any]:
-    """The columns of rows of pairs beside their tokens."""
-    more: dict[str, Any] = {"margin": Value("float32")} if with_margins else {}
-    if encoder.in_rounds:
-        more |= round_features(token_columns(encoder.side_names))
-    return more if images is None else {**more, **IMAGE_FEATURES}
-
-
-def _unpaired_columns(has_kl: bool, images: ImageExpander | None, encoder: SideEncoder) -> dict[str, Any]:
-    """The columns of rows of single completions beside their tokens."""
-    more: dict[str, Any] = {"label": Value("bool"), **({WHOLE_COMPLETION: KL_FEATURE} if has_kl else {})}
-    if encoder.in_rounds:
-        more |= round_features(token_columns(UNPAIRED_PARTS)[1:])
-    return more if images is None else {**more, **IMAGE_FEATURES}
+def _columns_beside(
+    parts: Sequence[str], own: dict[str, Any], images: ImageExpander | None, encoder: SideEncoder
+) -> dict[str, Any]:
+    """The columns of rows with these parts beside their tokens: `own`, those of rounds, and those of images."""
+    rounds = round_features(token_columns(parts[1:])) if encoder.in_rounds else {}
+    return {**own, **rounds, **({} if images is None else IMAGE_FEATURES)}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from lowtide.ops.target import has_triton, target_of
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask; what flex attention's kernels are tuned for."""
+NARROWEST = 16
+"""Width of a head; below it the kernel's products do not compile."""
 COMPILATION = {"recompile_limit": 64, "specialize_float": True}
 """The kernel is compiled anew with and without gradients or sinks, for other dtypes, head counts and soft-caps; scale
 and soft-cap are constants in it."""
@@ -56,6 +58,8 @@ def why_not_flex(query: Tensor, key: Tensor, value: Tensor, rules: Rules) -> str
         return "needs more than plain attention, which others do without being compiled first"
     if not (target.planned or has_triton()):
         return "needs triton"
+    if min(query.shape[-1], value.shape[-1]) < NARROWEST:
+        return f"needs heads of a width of at least {NARROWEST}"
     if target.capability < (8, 0):
         return "needs a GPU of compute capability 8.0 or above"
     return None

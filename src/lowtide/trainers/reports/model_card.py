@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from transformers.trainer_utils import has_length
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.own_files import writing
+from lowtide.process.versions import version_of
 
 MARK = "<!-- lowtide writes this card anew at each save; without this line it is left alone -->"
 """The line by which a card is known as one that no one has made their own."""
@@ -113,7 +113,8 @@ class Card:
     @property
     def versions(self) -> dict[str, str]:
         """Of the packages that trained."""
-        return {each: version(each) for each in ((*PACKAGES, "peft") if self._is_adapter else PACKAGES)}
+        packages = (*PACKAGES, "peft") if self._is_adapter else PACKAGES
+        return {each: version_of(each, "run from its sources") for each in packages}
 
     def what_it_is(self, *, linked: bool = False) -> str:
         """A sentence; with links as Markdown has them, or without any."""

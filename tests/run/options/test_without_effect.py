@@ -25,6 +25,7 @@ def said(trainer) -> dict[str, str]:
         ("SFT", {"label_names": ["labels"]}),
         ("SFT", {"ddp_find_unused_parameters": False}),
         ("SFT", {"liger_kernel_config": {"rope": False}}),
+        ("SFT", {"optim_target_modules": "all-linear"}),
         ("DPO", {"label_smoothing_factor": 0.1}),
     ],
 )

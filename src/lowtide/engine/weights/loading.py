@@ -30,7 +30,7 @@ from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.complete_weights import load_complete
 from lowtide.engine.weights.labels import label_values
 from lowtide.engine.weights.load_errors import check_layers, check_quantization, one_line, unknown_type
-from lowtide.engine.weights.model_init import CODE, config_init
+from lowtide.engine.weights.model_init import CODE, CONFIG, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.places import check_config_file, check_model_place
 from lowtide.engine.weights.quantized import check_torchao
@@ -91,7 +91,7 @@ def saved_config(name: str, init: Mapping[str, Any]) -> PretrainedConfig | None:
     """Of a model, loaded with the arguments of `model_init`; None of a folder of adapters."""
     check_config_file(Path(name))
     try:
-        found = AutoConfig.from_pretrained(name, **config_init(init))
+        found = init.get(CONFIG) or AutoConfig.from_pretrained(name, **config_init(init))
     except RecursionError:
         raise ValueError(f"the config of model {name!r} is nested too deeply to be read") from None
     except (OSError, ValueError) as error:

@@ -6,12 +6,18 @@ often after the config was made, so it is read where it is used.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from lowtide.option_values import check_flags
 
-CODE, WEIGHTS = "trust_remote_code", "quantization_config"
+CODE, WEIGHTS, CONFIG = "trust_remote_code", "quantization_config", "config"
+
+logger = logging.getLogger(__name__)
 
 
 def model_init(
@@ -27,13 +33,20 @@ def model_init(
         quantization_config: the trainer's argument.
 
     Raises:
-        ValueError: the quantization is given in both places, or the revision is no name.
+        ValueError: the quantization is given in both places, the revision is no name, or `config` no configuration.
     """
     init = {name: value for name, value in (given or {}).items() if value is not None}
     check_flags("model_init_kwargs", init, [CODE])
     if "torch_dtype" in init:
-        dtype = init.pop("torch_dtype")
-        init.setdefault("dtype", dtype)
+        older = init.pop("torch_dtype")
+        if str(init.setdefault("dtype", older)).removeprefix("torch.") != str(older).removeprefix("torch."):
+            _warn_of_two(init["dtype"], older)
+    if CONFIG in init and not isinstance(init[CONFIG], PretrainedConfig):
+        raise ValueError(
+            f"model_init_kwargs: config={init[CONFIG]!r} is no configuration (a PretrainedConfig), and would have no "
+            "effect: give the values that differ from the model's config.json themselves, "
+            "model_init_kwargs={'attention_dropout': 0.1} say"
+        )
     if not isinstance(init.get("revision", ""), str):
         raise ValueError(
             f"model_init_kwargs: revision={init['revision']!r} must be the name of a branch, a tag or a commit: put it "
@@ -46,6 +59,15 @@ def model_init(
             )
         init[WEIGHTS] = quantization_config
     return {CODE: trust_remote_code, **init}
+
+
+@functools.cache
+def _warn_of_two(dtype: Any, older: Any) -> None:
+    """Once, although the arguments are read in several places."""
+    logger.warning(
+        f"model_init_kwargs has dtype={dtype!r} and torch_dtype={older!r}, its older name: dtype={dtype!r} is taken. "
+        "Leave one of them out"
+    )
 
 
 def config_init(init: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,11 @@ from typing import Any
 
 from transformers.trainer_utils import SchedulerType
 
+from lowtide.memory.optimizers.states import optimizer_name
 from lowtide.run.options.schedule import WITHOUT_WARMUP
 
+OF_LOW_RANK = ("galore", "apollo")
+"""How the names of the optimizers begin that `optim_target_modules` is for."""
 DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 WITHOUT_EFFECT: dict[str, str] = {
@@ -43,4 +46,8 @@ def without_effect(args: Any) -> list[tuple[str, str]]:
     if kind in WITHOUT_WARMUP and args.warmup_steps not in (0, defaults.get("warmup_steps")):
         why = f"lr_scheduler_type={kind.value!r} has no warmup; 'constant_with_warmup' has one"
         found.append(("warmup_steps", f"{args.warmup_steps:g} has no effect: {why}"))
+    optimizer = optimizer_name(args)
+    if args.optim_target_modules is not None and not optimizer.startswith(OF_LOW_RANK):
+        why = f"optim={optimizer!r} trains all modules; GaLore's and APOLLO's optimizers read it"
+        found.append(("optim_target_modules", f"{args.optim_target_modules!r} has no effect: {why}"))
     return found

@@ -187,7 +187,7 @@ def test_prompts_keep_their_end_and_completions_their_start(tokenizer):
             {"vocab_size": 400},
             "row 1 (the first is 0): input_ids holds 999",
         ),
-        ([{"input_ids": [3, -1]}], {}, "row 0 (the first is 0): input_ids holds -1, outside the vocabulary"),
+        ([{"input_ids": [3, -1]}], {}, "row 0 (the first is 0): input_ids holds -1: a token id is 0 or above"),
         ([{"input_ids": [3, 4], "labels": [-100, -7]}], {}, "labels holds -7"),
         ([{"question": "a"}], {}, "d.jsonl has the columns 'question'"),
         ([{"text": "a"}], {"assistant_only_loss": True}, "assistant_only_loss=True needs conversations"),

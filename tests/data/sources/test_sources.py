@@ -7,8 +7,9 @@ import re
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
+from lowtide.data.sources import load, places
 from lowtide.data.sources.load import load_rows
-from lowtide.data.sources.places import READS_HERE, check_place
+from lowtide.data.sources.places import READS_HERE, check_place, entries
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -88,6 +89,41 @@ def test_a_folder_of_several_kinds_is_refused(tmp_path):
     write(tmp_path / "a.csv", "text,n\na,1\n")
     with pytest.raises(ValueError, match=r"several kinds \(.csv, .jsonl\)"):
         load_rows(tmp_path)
+
+
+def test_the_first_two_kinds_of_files_end_the_search(tmp_path, monkeypatch):
+    def found(folder):
+        yield from (folder / "a.jsonl", folder / "b.csv")
+        raise AssertionError("the search goes on")
+
+    write(tmp_path / "a.jsonl", LINES)
+    monkeypatch.setattr(load, "readable_files", found)
+    with pytest.raises(ValueError, match=r"several kinds \(.csv, .jsonl\): .*a.jsonl, .*b.csv. Name one"):
+        load_rows(tmp_path)
+
+
+def test_a_folder_of_too_many_files_is_not_walked_to_its_end(tmp_path, monkeypatch):
+    for number in range(6):
+        (tmp_path / f"{number}.png").touch()
+    monkeypatch.setattr(places, "MOST_ENTRIES", 5)
+    with pytest.raises(ValueError, match=r"holds more than 5 files and folders, too many .*: name the folder or the"):
+        load_rows(tmp_path)
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no files that can be read"):
+        load_rows(tmp_path)
+
+
+def test_links_to_folders_are_not_followed(tmp_path):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "above").symlink_to(tmp_path)
+    write(tmp_path / "inner" / "a.jsonl", LINES)
+    assert sorted(file.name for file in entries(tmp_path)) == ["a.jsonl", "above", "inner"]
+
+
+def test_a_parquet_file_without_rows(tmp_path):
+    Dataset.from_dict({"text": []}).to_parquet(str(tmp_path / "a.parquet"))
+    with pytest.raises(ValueError, match=r"a\.parquet has no rows\."):
+        load_rows(tmp_path / "a.parquet")
 
 
 def test_reads_what_save_to_disk_wrote(tmp_path):

@@ -306,11 +306,16 @@ def check_ids(
     if not outside.any():
         return
     token = int(outside.argmax())
-    raise place.error(
-        int(np.searchsorted(offsets, token, side="right")) - 1,
-        f"{name} holds {int(ids[token])}, outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1}). "
-        "Is the tokenizer the model's own?",
-    )
+    wrong = int(ids[token])
+    if wrong < 0:
+        also = f", or {lowest} for a token that is not trained" if lowest else ""
+        said = f"{name} holds {wrong}: a token id is 0 or above{also}"
+    else:
+        said = (
+            f"{name} holds {wrong}, outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1}). "
+            "Is the tokenizer the model's own?"
+        )
+    raise place.error(int(np.searchsorted(offsets, token, side="right")) - 1, said)
 
 
 def _rows(

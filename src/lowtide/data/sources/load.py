@@ -35,12 +35,14 @@ from lowtide.data.sources.json_lines import (
     read_lines,
     unified_features,
 )
-from lowtide.data.sources.places import READERS, check_place, is_saved, readable_files, reader_of
+from lowtide.data.sources.places import READERS, check_place, entries, is_saved, readable_files, reader_of
 from lowtide.data.sources.separators import separator_of
 from lowtide.data.sources.titles import entitled
 
 FAILURES = (DatasetGenerationError, ValueError, StopIteration, RecursionError)
 """What `load_dataset` raises for files that are there."""
+OF_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
+"""What `datasets` says of files without rows; the second of Parquet, which it reads in batches of its groups' sizes."""
 ROWS_IN_A_RECORD = 10_000
 SPLIT_WORDS = {
     "validation": {"validation", "valid", "val", "dev"},
@@ -116,8 +118,8 @@ def _from_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 
 
 def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
-    _tell_of_links_out_of(path)
     if is_saved(path):
+        _tell_of_links_out_of(path)
         try:
             saved = load_from_disk(str(path))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
@@ -127,15 +129,28 @@ def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -
             ) from error
         return saved if isinstance(saved, Dataset) else _choose_split(saved, split)
     if name is not None:  # a copy of a repository on the hub, whose README says what its configurations are
+        _tell_of_links_out_of(path)
         return _from_hub(str(path), split, name, streaming=streaming)
-    files = sorted(readable_files(path))
-    if len({reader_of(file) for file in files}) > 1:
-        kinds = ", ".join(sorted({file.suffix for file in files}))
-        raise ValueError(f"{path} holds files of several kinds ({kinds}). Name one, or keep each kind in a folder.")
+    files = _of_one_kind(path)
+    _tell_of_links_out_of(path)
     splits: dict[str, list[Path]] = {}
     for file in files:
         splits.setdefault(_split_of(file.relative_to(path)), []).append(file)
     return _from_files(path, splits, split, streaming=streaming)
+
+
+def _of_one_kind(folder: Path) -> list[Path]:
+    """The files of rows in a folder, in order; the first two kinds that are found end the search."""
+    files: list[Path] = []
+    for file in readable_files(folder):
+        if files and reader_of(file) != reader_of(files[0]):
+            kinds = ", ".join(sorted({file.suffix, files[0].suffix}))
+            raise ValueError(
+                f"{folder} holds files of several kinds ({kinds}): {files[0]}, {file}. Name one, or keep each kind in "
+                "a folder."
+            )
+        files.append(file)
+    return sorted(files)
 
 
 def _tell_of_links_out_of(folder: Path) -> None:
@@ -143,7 +158,7 @@ def _tell_of_links_out_of(folder: Path) -> None:
     a snapshot of the hub's cache are beside it."""
     inside = folder.resolve()
     blobs = _blobs(inside)
-    links = {file: file.resolve() for file in sorted(folder.rglob("*")) if file.is_symlink()}
+    links = {file: file.resolve() for file in sorted(entries(folder)) if file.is_symlink()}
     outside = [file for file, place in links.items() if not place.is_relative_to(inside) and place.parent not in blobs]
     if outside:
         first = outside[0]
@@ -190,7 +205,7 @@ def _from_files(
     except (*FAILURES, *BROKEN) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        if "corresponds to no data" in str(error) or isinstance(error, StopIteration):
+        if any(each in str(error) for each in OF_NO_ROWS) or isinstance(error, StopIteration):
             raise ValueError(f"{source} has no rows.") from error
         for file in files:
             if fault := find_fault(file):

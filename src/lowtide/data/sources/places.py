@@ -5,6 +5,8 @@ Nothing is opened and no library of data is imported, so that a mistyped name is
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -36,6 +38,8 @@ READS_HERE = (
 )
 """Readers of `datasets`, which read whatever lies in the current folder where no files are named."""
 NOT_ROWS = ("dataset_info.json", "dataset_infos.json")
+MOST_ENTRIES = 1_000_000
+"""Files and folders that a folder of rows may hold, images beside the rows among them."""
 
 
 def check_place(source: str | Path, *, configured: bool = False) -> None:
@@ -89,8 +93,33 @@ def is_saved(folder: Path) -> bool:
 
 
 def readable_files(folder: Path) -> Iterator[Path]:
-    """The files of a folder, and of those in it, that hold rows, in no order."""
-    return (file for file in folder.rglob("*") if reader_of(file) and file.name not in NOT_ROWS)
+    """The files of a folder, and of those in it, that hold rows, in no order.
+
+    Raises:
+        ValueError: as `entries`.
+    """
+    return (file for file in entries(folder) if reader_of(file) and file.name not in NOT_ROWS)
+
+
+def entries(folder: Path) -> Iterator[Path]:
+    """What is in a folder and in those in it, but for what links lead to, in no order.
+
+    Raises:
+        ValueError: that is more than `MOST_ENTRIES`, as in a home folder or a disk.
+    """
+    ahead, count = [str(folder)], 0
+    while ahead:
+        with contextlib.suppress(PermissionError), os.scandir(ahead.pop()) as found:
+            for entry in found:
+                count += 1
+                if count > MOST_ENTRIES:
+                    raise ValueError(
+                        f"{folder} holds more than {MOST_ENTRIES:,} files and folders, too many to look through for "
+                        "rows: name the folder or the file that the rows are in"
+                    )
+                if entry.is_dir(follow_symlinks=False):
+                    ahead.append(entry.path)
+                yield Path(entry.path)
 
 
 def reader_of(path: Path) -> str | None:

@@ -17,11 +17,39 @@ from typing import Any
 
 from lowtide.spelling import nearest
 
+RAISED_BY = "This was raised by"
+
+
+@contextlib.contextmanager
+def leaving_no_trace() -> Iterator[None]:
+    """Puts back what a function may set for the whole process, and the run goes by: the current folder, which the
+    output is written below, torch's default dtype, and whether gradients are recorded."""
+    import torch
+
+    folder, dtype = _current_folder(), torch.get_default_dtype()
+    try:
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if folder is not None and _current_folder() != folder:
+            with contextlib.suppress(OSError):
+                os.chdir(folder)
+
+
+def _current_folder() -> str | None:
+    """None where it was removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
 
 @contextlib.contextmanager
 def stopping_nobody() -> Iterator[None]:
     """Turns what is no `Exception` (SystemExit, KeyboardInterrupt, GeneratorExit) into one, unless the user interrupted
-    the run meanwhile: what is called inside of a run must not end it without a word.
+    the run meanwhile: what is called inside of a run must not end it without a word. What is set for the whole process
+    is put back.
 
     Raises:
         RuntimeError: names what was raised.
@@ -37,7 +65,8 @@ def stopping_nobody() -> Iterator[None]:
     if watched:
         signal.signal(signal.SIGINT, note)
     try:
-        yield
+        with leaving_no_trace():
+            yield
     except Exception:
         raise
     except BaseException as error:
@@ -57,8 +86,13 @@ def called_for_user(argument: str, function: Any) -> Iterator[None]:
             yield
     except Exception as error:
         name = getattr(function, "__qualname__", type(function).__name__)
-        error.add_note(f"This was raised by {argument}, a function that was passed ({name}).")
+        error.add_note(f"{RAISED_BY} {argument}, a function that was passed ({name}).")
         raise
+
+
+def is_from_user(error: BaseException) -> bool:
+    """Whether a function raised it that `called_for_user` was around."""
+    return any(note.startswith(RAISED_BY) for note in getattr(error, "__notes__", ()))
 
 
 def find_function(path: str, title: str) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import pytest
 from lowtide.cli import main as cli
 from lowtide.cli.commands import commands
 from lowtide.cli.main import main
+from lowtide.users_functions import called_for_user
 
 
 def command(monkeypatch, run) -> None:
@@ -102,6 +103,19 @@ def test_an_interrupt_is_no_error(monkeypatch, capsys):
     command(monkeypatch, run)
     assert main(["lengths"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_a_users_function_raises_is_one_sentence(monkeypatch, capsys):
+    def run(arguments):
+        with called_for_user("rollout_func", len):
+            raise KeyError("nothing")
+
+    command(monkeypatch, run)
+    assert main(["lengths"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: KeyError: 'nothing'. This was raised by rollout_func, a function that was passed")
+    with pytest.raises(KeyError):
+        main(["lengths", "--traceback"])
 
 
 def test_the_status_of_a_command_is_that_of_the_process(monkeypatch):

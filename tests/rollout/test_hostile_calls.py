@@ -7,6 +7,7 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 
 from lowtide.rollout.calls import Caller
 from lowtide.rollout.readable import readable
@@ -98,3 +99,16 @@ def test_an_interrupt_of_the_user_ends_the_run():
     with pytest.raises(KeyboardInterrupt):
         answered(interrupts)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_a_function_sets_for_the_process_is_put_back(tmp_path):
+    def careless():
+        os.chdir(tmp_path)
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        raise KeyError("nothing")
+
+    before = os.getcwd()
+    with pytest.raises(KeyError):
+        Caller().start(careless)
+    assert (os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled()) == (before, torch.float32, True)

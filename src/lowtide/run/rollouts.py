@@ -380,38 +380,41 @@ class RolloutMaker:
         assert self.rollout_func is not None
         with called_for_user("rollout_func", self.rollout_func):
             given = self.rollout_func([row[PROMPT] for row in rows], self.trainer)
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"rollout_func must return a dict with keys {', '.join(REQUIRED)}, and returns a {type(given).__name__}"
+            )
         missing = [name for name in REQUIRED if name not in given]
         if missing:
             raise ValueError(
                 f"rollout_func must return keys {', '.join(REQUIRED)}, and returns no {', '.join(missing)}"
             )
-        masks = given.get("env_mask") or [[1] * len(ids) for ids in given["completion_ids"]]
-        numbers = given["logprobs"] or [[float("nan")] * len(ids) for ids in given["completion_ids"]]
-        lists = {"prompt_ids": given["prompt_ids"], "completion_ids": given["completion_ids"]}
-        lists |= {"env_mask": masks, "logprobs": numbers}
+        prompts, written = (_lists(name, given[name], int) for name in ("prompt_ids", "completion_ids"))
+        masks = _lists("env_mask", given.get("env_mask"), bool) or [[True] * len(ids) for ids in written]
+        numbers = _lists("logprobs", given["logprobs"], _logprob) or [[float("nan")] * len(ids) for ids in written]
+        lists = {"prompt_ids": prompts, "completion_ids": written, "env_mask": masks, "logprobs": numbers}
         for name, values in lists.items():
             if len(values) != len(rows):
                 raise ValueError(f"rollout_func returned {len(values)} {name} for {len(rows)} prompts: one for each")
         completions, known = [], self.known_tokens
-        for number, (ids, mask, probs) in enumerate(zip(given["completion_ids"], masks, numbers, strict=True)):
-            if not len(ids) or not len(given["prompt_ids"][number]):
+        for number, (ids, mask, probs) in enumerate(zip(written, masks, numbers, strict=True)):
+            if not ids or not prompts[number]:
                 raise ValueError(f"rollout_func: the prompt or the completion of row {number} has no tokens")
             if not len(ids) == len(mask) == len(probs):
                 raise ValueError(
                     f"rollout_func: row {number} has {len(ids)} completion_ids, {len(probs)} logprobs and {len(mask)} "
                     "env_mask: as many of each"
                 )
-            for token in map(int, (*given["prompt_ids"][number], *ids)):
+            for token in (*prompts[number], *ids):
                 if not 0 <= token < known:
                     raise ValueError(
                         f"rollout_func: row {number} has the token id {token}, and the model has ids from 0 to "
                         f"{known - 1}: return ids of its own tokenizer"
                     )
-            ids, plain = [int(token) for token in ids], [float("nan")] * len(ids)
             ends = ids[-1] in [*self.writer.stop_ids, self.tokenizer.pad_token_id]
-            probs = [float("nan") if each is None else float(each) for each in probs]
-            completions.append(Completion(ids, probs, plain, [bool(m) for m in mask], "stop" if ends else "length"))
-        rollout = Rollout([[int(t) for t in prompt] for prompt in given["prompt_ids"]], completions, version)
+            plain = [float("nan")] * len(ids)
+            completions.append(Completion(ids, probs, plain, mask, "stop" if ends else "length"))
+        rollout = Rollout(prompts, completions, version)
         return rollout, {name: values for name, values in given.items() if name not in (*REQUIRED, "env_mask")}
 
     def _completed(
@@ -572,3 +575,22 @@ def _tool_metrics(calls: Sequence[tuple[int, int]], device: torch.device) -> dic
         "tools/call_frequency": answered / completions,
         "tools/failure_frequency": failures / answered if answered else 0.0,
     }
+
+
+def _lists(name: str, rows: Any, kind: Callable[[Any], Any]) -> list[list[Any]]:
+    """What a `rollout_func` returned under a name: a list a prompt; none for None.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        return [[kind(each) for each in row] for row in ([] if rows is None else rows)]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"rollout_func must return as {name} a list of lists of numbers, one list a prompt, and some of it is "
+            f"something else ({error})"
+        ) from error
+
+
+def _logprob(value: Any) -> float:
+    return float("nan") if value is None else float(value)

@@ -147,6 +147,16 @@ def test_prompts_above_the_token_budget(tmp_path):
             {"prompt_ids": [[1]] * 7 + [[-1]], "completion_ids": [[1]] * 8, "logprobs": None},
             "row 7 has the token id -1",
         ),
+        (None, "must return a dict with keys .*, and returns a NoneType"),
+        ({"prompt_ids": 3, "completion_ids": [[1]] * 8, "logprobs": None}, "as prompt_ids a list of lists of numbers"),
+        (
+            {"prompt_ids": [[1]] * 8, "completion_ids": [["a"]] * 8, "logprobs": None},
+            "as completion_ids a list of lists of numbers",
+        ),
+        (
+            {"prompt_ids": [[1]] * 8, "completion_ids": [[1]] * 8, "logprobs": torch.zeros(8)},
+            "as logprobs a list of lists of numbers",
+        ),
     ],
 )
 def test_a_rollout_func_that_returns_something_else(answer, message, tmp_path):

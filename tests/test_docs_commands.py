@@ -19,7 +19,7 @@ from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.demo.preferences import labelled_rows, pair_rows
 from tests.support.models import classifying, masked_texts, pairs_of_texts, replaced_tokens, tagging, vision_models
 from tests.support.models.classifiers import classifier
-from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced
+from tests.support.pages.pages import DOCS, PAGES, command_lines, write_my_module
 
 QUESTIONS = make_questions(10, seed=0)[0][:16]
 MODELS = (
@@ -130,9 +130,7 @@ def lay_out(words: list[str], method: str) -> None:
         Path(name).parent.mkdir(exist_ok=True)
         if not Path(name).exists():
             Path(name).write_text(yaml.safe_dump(run), encoding="utf-8")
-    losses = fenced("own-losses.md", "python")[0]
-    rewards = "def my_reward(completions, **rest):\n    return [0.5 for _ in completions]\n"
-    Path("my_module.py").write_text(losses + rewards, encoding="utf-8")
+    write_my_module()
     if not Path("org").exists():
         classifier(vocab_size=len(make_tokenizer())).save_pretrained("org/reward-model")
         make_tokenizer().save_pretrained("org/reward-model")
@@ -154,6 +152,6 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, capsys):
         method = next((word for word in words if word in ROWS), "sft")
         lay_out(words, "vision" if page == "vision-language.md" else method)
         given = ["exact_answer" if word == "R" else word.replace("/mnt/scratch", ".") for word in words]
-        if words[0] in (*ROWS, "measure", "profile"):
+        if words[0] in (*ROWS, "measure", "profile", "my_module.MY_METHOD"):
             given += [f"--{name}={value}" for name, value in SMALL.items() if f"--{name}" not in words]
         assert main(given) == 0, f"lowtide {' '.join(given)}\n{capsys.readouterr().err}"

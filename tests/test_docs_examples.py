@@ -21,7 +21,7 @@ from lowtide.cli.options import read_options
 from lowtide.cli.training.launch import OF_LAUNCHER
 from lowtide.cli.training.run_file import read_run_file
 from lowtide.cli.training.train import options_of_command
-from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced, headings, run
+from tests.support.pages.pages import DOCS, PAGES, command_lines, fenced, headings, run, write_my_module
 
 MEMORY = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "memory").glob("*.md"))
 TRAINERS = (
@@ -48,6 +48,7 @@ RUN = (
     *(f"{method}.md" for method in TRAINERS),
     *MEMORY,
     *("chains.md", "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md", "a-step.md", "own-losses.md"),
+    "own-methods.md",
 )
 """Pages whose Python tests below run."""
 ALONE = ("after-training.md",)
@@ -99,6 +100,7 @@ def test_a_memory_techniques_example(page):
 @pytest.mark.parametrize("page", [*PAGES, "../README.md"])
 def test_a_command_line_is_one(page):
     Path("ds.json").write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8")  # which one command names
+    write_my_module()
     for words in command_lines((DOCS / page).read_text(encoding="utf-8")):
         if "--help" in words:
             with pytest.raises(SystemExit):
@@ -169,9 +171,16 @@ def test_the_examples_of_writing_and_rewarding(page):
 
 
 def test_a_loss_of_ones_own_is_trained_with():
-    Path("my_module.py").write_text(fenced("own-losses.md", "python")[0], encoding="utf-8")
+    write_my_module()
     trainer = run("own-losses.md")["trainer"]
     assert trainer.args.loss_type == ["my_module.my_loss", "sft"]
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
+def test_a_method_of_ones_own_is_trained_with():
+    write_my_module()
+    trainer = run("own-methods.md")["trainer"]
+    assert trainer.args.gamma == 1
     assert trainer.state.global_step == trainer.args.max_steps
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 FIRST_ROWS = 100
 YAML = (".yaml", ".yml")
-SAYS_METHOD = re.compile(r"^#.*\blowtide ([a-z0-9-]+)\b", re.MULTILINE)
+SAYS_METHOD = re.compile(r"^#.*\blowtide ([\w.-]*\w)", re.MULTILINE)
 PAIRS, UNPAIRED = ("dpo", "orpo", "cpo", "reward"), ("kto", "bco")
 """Methods whose rows are pairs, and single completions."""
 NOT_LOOKED_AT = (
@@ -210,12 +210,13 @@ def _columns(given: TrainingCommand, rows: Sequence[dict[str, Any]], read: list[
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
     source = str(given.what.dataset or "the dataset")
-    if given.method == "sft":
+    method = _like(given.method)
+    if method == "sft":
         field = given.values.get("dataset_text_field") or "text"
         row_format: Any = detect_format(columns, text_field=field, source=source)
-    elif given.method in PAIRS:
+    elif method in PAIRS:
         row_format = detect_pairs(columns, source)
-    elif given.method in UNPAIRED:
+    elif method in UNPAIRED:
         row_format = detect_unpaired(columns, source)
     else:
         return f"{', '.join(columns)}; rows of {given.method} are read when the run starts"
@@ -224,6 +225,14 @@ def _columns(given: TrainingCommand, rows: Sequence[dict[str, Any]], read: list[
     parts = (part for sample in samples for part in getattr(sample, "sides", (sample,)))
     read.extend(part.messages for part in parts if hasattr(part, "messages"))
     return f"rows are read as {row_format.title}"
+
+
+def _like(method: str) -> str:
+    """The name of a built-in method whose rows are of the same kind as those of a user's own; else its own name."""
+    if method in METHODS.rows:
+        return method
+    rows = METHODS[method].rows
+    return next((name for name in ("sft", PAIRS[0], UNPAIRED[0]) if type(rows) is type(METHODS[name].rows)), method)
 
 
 def _template(given: TrainingCommand, messages: Any) -> str:

@@ -37,10 +37,11 @@ PREDICT = {"check", "gpus", "plan", "estimate"}
 """Those of them that load no weights: packages that others import and they do not use need not be loaded."""
 
 
-def commands() -> dict[str, str]:
-    """All subcommands with their lines of help."""
+def commands(given: str | None = None) -> dict[str, str]:
+    """All subcommands with their lines of help; `given` is among them where it is a user's own method."""
     of_methods = {name: row.summary for name, row in METHODS.rows.items()}
-    return of_methods | {name: summary for name, (_, summary) in TOOLS.items()}
+    own = {} if given is None or given in of_methods or given not in METHODS else {given: METHODS.row(given).summary}
+    return of_methods | own | {name: summary for name, (_, summary) in TOOLS.items()}
 
 
 def trains(command: str) -> bool:

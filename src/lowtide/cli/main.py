@@ -105,7 +105,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         UsageError: an unknown subcommand or option, with the nearest name.
     """
     command = next((word for word in words if not word.startswith("-")), None)
-    there = commands()
+    there = commands(command)
     if command is not None and command not in there:
         raise UsageError(f"there is no command {command!r}{nearest(command, there)} (see lowtide --help)")
     parser = Parser(prog="lowtide", description="Post-train language models at the lowest peak memory, exactly.")

@@ -1,6 +1,7 @@
 """The methods: one row each in the only table of them, which trainer, planner, command line, demo and docs read.
 
-The table costs nothing to import: a method's declaration is loaded when it is asked for.
+The table costs nothing to import: a method's declaration is loaded when it is asked for. A user's own method, by its
+path (`my_module.MY_METHOD`), is in it too, though not listed.
 """
 
 from __future__ import annotations
@@ -26,18 +27,46 @@ class MethodRow:
     """The module whose `METHOD` is the declaration; by default the one of the method's name beside this table."""
 
 
+FILES = (".yaml", ".yml", ".json", ".jsonl", ".csv", ".parquet")
+"""What is no path of a method, though it might be: names of files."""
+
+
+def is_path(name: object) -> bool:
+    """Whether a name may be the path of a user's own method, such as `my_module.MY_METHOD`."""
+    return (
+        isinstance(name, str)
+        and "." in name
+        and not name.endswith(FILES)
+        and all(part.isidentifier() for part in name.split("."))
+    )
+
+
 class MethodTable(Mapping[str, "Method"]):
-    """Declarations by the names of their commands."""
+    """Declarations by the names of their commands, and those of users by their paths."""
 
     def __init__(self, rows: dict[str, MethodRow]) -> None:
         self.rows = rows
+        """The built-in ones."""
+        self._own: dict[str, MethodRow] = {}
 
     def __getitem__(self, name: str) -> Method:
-        return import_module(self.rows[name].module or f"{__name__}.{name}").METHOD
+        row = self.row(name)
+        if name not in self.rows:
+            return import_module(f"{__name__}.own").own_method(name)
+        return import_module(row.module or f"{__name__}.{name}").METHOD
+
+    def row(self, name: str) -> MethodRow:
+        """The row of a method, or of a user's own, whose classes are named after its path; nothing is loaded."""
+        if name in self.rows or not is_path(name):
+            return self.rows[name]
+        words = name.replace(".", "_").split("_")
+        made = MethodRow("".join(word.capitalize() for word in words), f"the method that {name} declares")
+        return self._own.setdefault(name, made)
 
     def __contains__(self, name: object) -> bool:
-        """By the rows: no declaration is loaded, which would import torch before allocators are told anything."""
-        return name in self.rows
+        """By the rows, or by its form: no declaration is loaded, which would import torch before allocators are told
+        anything."""
+        return name in self.rows or is_path(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.rows)
@@ -47,7 +76,7 @@ class MethodTable(Mapping[str, "Method"]):
 
     def public(self, name: str) -> str | None:
         """The method of a public name such as `DPOTrainer` or `DPOConfig`; None where it is of none."""
-        for method, row in self.rows.items():
+        for method, row in (*self.rows.items(), *self._own.items()):
             if name in (f"{row.public}Config", f"{row.public}Trainer"):
                 return method
         return None

@@ -13,7 +13,7 @@ PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 def command_lines(text: str) -> list[list[str]]:
     """The words of each `lowtide` command of a page; what stands in brackets, as in a usage line, is left out."""
     joined = re.sub(r"\\\n\s*", " ", text)
-    lines = re.findall(r"^(?:    )?(?:[A-Z_]+=\S+ )*lowtide ([a-z][a-z0-9-]*(?: .*)?)$", joined, re.MULTILINE)
+    lines = re.findall(r"^(?:    )?(?:[A-Z_]+=\S+ )*lowtide ([a-z][\w.-]*(?: .*)?)$", joined, re.MULTILINE)
     found = [re.sub(r"\[[^\]]*\]|\.\.\.", "", line) for line in lines if " --" in line or line in ("demo", "doctor")]
     return [split(shlex.split(line, comments=True))[0] for line in found]
 
@@ -22,6 +22,13 @@ def fenced(page: str, language: str) -> list[str]:
     """The fenced blocks of a page in a language."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def write_my_module() -> None:
+    """Writes the `my_module.py` of all pages into the current folder: Python imports a module once."""
+    parts = [fenced(page, "python")[0] for page in ("own-losses.md", "own-methods.md")]
+    rewards = "def my_reward(completions, **rest):\n    return [0.5 for _ in completions]\n"
+    Path("my_module.py").write_text("\n".join([*parts, rewards]), encoding="utf-8")
 
 
 def run(page: str) -> dict:

@@ -295,12 +295,13 @@ def trainer_options(config: Any) -> list[type]:
 def add_parser(subparsers: Subparsers, method: str, *, command: str = "lowtide") -> argparse.ArgumentParser:
     """Add a method's subcommand to a parser: that of `command`."""
     taken = options_of_command(method)
-    summary = METHODS.rows[method].summary
+    summary = METHODS.row(method).summary
     parser = subparsers.add_parser(
         method,
         help=summary,
         usage=f"{command} {method} --model M {ROWS.get(command, '--dataset D ')}[--config {RUN_FILE}] [--OPTION ...]",
-        description=f"{summary.capitalize()}. An option of a run file is one of the command line, which wins.",
+        description=f"{summary[:1].upper()}{summary[1:]}. "
+        "An option of a run file is one of the command line, which wins.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=40, width=110),
     )
     parser.add_argument(

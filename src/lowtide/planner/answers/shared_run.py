@@ -131,7 +131,7 @@ def _check(found: Mapping[str, Any]) -> None:
         raise ValueError(f"model {found['model']!r} is none that is known here: its shape alone is made public")
     allowed = {
         "date": _is_date(found["date"]),
-        "method": isinstance(found["method"], str) and found["method"] in METHODS,
+        "method": isinstance(found["method"], str) and found["method"] in METHODS.rows,
         "phase": found["phase"] in PHASES,
         "device": isinstance(found["device"], str) and public_device(found["device"]) == found["device"],
     }

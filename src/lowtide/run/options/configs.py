@@ -42,7 +42,7 @@ def method_of(config: Any) -> Method:
 
 def public_name(method: Method) -> str:
     """`SFT` of `SFTConfig` and `SFTTrainer`."""
-    return METHODS.rows[method.name].public
+    return METHODS.row(method.name).public
 
 
 @functools.cache

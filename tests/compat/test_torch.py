@@ -242,6 +242,37 @@ def test_modules_keep_parameters_children_and_buffers_as_known():
     assert inside.children_of(parent) == {"0": module}, "Module._modules is not where a module keeps its children"
 
 
+def _tied() -> nn.Module:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    other.weight = one.weight
+    model = nn.ModuleDict({"a": nn.Sequential(one, nn.ReLU()), "b": other, "again": one})
+    model.register_parameter("own", nn.Parameter(torch.ones(1)))
+    model.register_module("none", None)
+    return model
+
+
+def test_modules_and_parameters_are_those_that_torch_walks_to_in_its_order():
+    model = _tied()
+    assert [*inside.modules_of(model)] == [*model.modules()]
+    assert [id(each) for each in inside.parameters_of(model)] == [id(each) for each in model.parameters()]
+
+
+def test_gradients_are_dropped_fast_for_a_while_by_copies_too():
+    model = _tied()
+    with inside.dropping_gradients_fast(model):
+        copied = copy.deepcopy(model)
+        for each in (*model.parameters(), *copied.parameters()):
+            each.grad = torch.ones_like(each)
+        copied.zero_grad()
+        assert all(each.grad is None for each in copied.parameters())
+        assert all(each.grad is not None for each in model.parameters())
+        model.zero_grad(set_to_none=False)
+        assert all(not each.grad.any() for each in model.parameters())
+        model.zero_grad()
+        assert all(each.grad is None for each in model.parameters())
+    assert model.zero_grad.__func__ is nn.Module.zero_grad
+
+
 def test_step_hooks_of_an_optimizer_are_seen_and_dropped():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
     assert not inside.has_step_hooks(optimizer), "an optimizer without step hooks appears to have one"

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from lowtide.compat.torch import modules_of
 from lowtide.engine.diagnose import find_nonfinite
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import ScoreOutput, body
@@ -204,7 +205,8 @@ class StepRunner:
                 rank `clip` and `optimizer_step` raise it: the device is not waited for until all of the step runs.
             OutOfMemory: one row alone does not fit.
         """
-        self.model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
+        if not all(module.training for module in modules_of(self.model)):
+            self.model.train()  # a loaded model is not yet, and neither checkpoints nor drops anything
         self.updater.train()
         try:
             loss = self._take(batch, in_backward=self.in_backward is not None)
@@ -370,7 +372,7 @@ class StepRunner:
             before = StepSnapshot(self.objective, self.device)
             step.run(replace(backward, around_last=found.steps.norm_pass), Totals())
             before.put_back()
-            self.updater.check_norm(found.steps.total_norm, {})
+            self.updater.check_norm(found.steps.total_norm, self.model)
         return step.run(replace(backward, around_last=found.stepping), totals)
 
     def _nonfinite(self, batch: RaggedBatch, what: str, own: bool = True) -> NotFiniteStep:

@@ -24,6 +24,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
+from lowtide.compat.torch import dropping_gradients_fast
 from lowtide.data.batches.collate import ragged_from_collated
 from lowtide.data.batches.heaviest import row_lengths
 from lowtide.engine.forward import same_rows_of
@@ -296,7 +297,7 @@ class LowtideTrainer(Trainer):
         meanwhile is undone."""
         liger, self.args.use_liger_kernel = self.args.use_liger_kernel, False  # the table has it, without its losses
         try:
-            with edge("training"):
+            with edge("training"), dropping_gradients_fast(self.model):
                 try:
                     yield
                 finally:
@@ -395,7 +396,7 @@ class LowtideTrainer(Trainer):
         """6 FLOPs a parameter a real token that this rank computes."""
         if inputs is None:
             return 0
-        return 6 * self.step_taker.own_tokens(inputs) * self.model.num_parameters(exclude_embeddings=True)
+        return 6 * self.step_taker.own_tokens(inputs) * self.step_taker.parameters_beside_embeddings
 
     def _track_num_input_tokens(self, inputs: RaggedBatch | None) -> None:
         if inputs is not None and self.args.include_num_input_tokens_seen != "no":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import distributed
 from lowtide.step.rehearsal import rehearse
 from lowtide.step.updaters.updater import NotFiniteStep
 
@@ -66,12 +68,19 @@ class Steps:
         except NotFiniteStep as error:
             raise ValueError(f"step {self.trainer.state.global_step + 1}: {error}") from None
 
+    @functools.cached_property
+    def parameters_beside_embeddings(self) -> int:
+        """How many weights the model has beside its embeddings; asked for once, as it names every part to tell."""
+        return self.trainer.model.num_parameters(exclude_embeddings=True)
+
     def own_tokens(self, inputs: RaggedBatch) -> int:
         """Of a step, those that this rank computes alone."""
         return 0 if inputs.stands_in else inputs.tokens // self.args.sharding.same_rows
 
     def tokens_of_all(self, inputs: RaggedBatch) -> int:
         """Of a step, those of all ranks; these ask for it together."""
-        tokens = torch.tensor(0 if inputs.stands_in else inputs.tokens, device=self.args.device)
-        seen = int(cast(Tensor, self.trainer.accelerator.reduce(tokens, "sum")).item())
+        seen = 0 if inputs.stands_in else inputs.tokens
+        if distributed():
+            counted = self.trainer.accelerator.reduce(torch.tensor(seen, device=self.args.device), "sum")
+            seen = int(cast(Tensor, counted).item())
         return seen // self.args.sharding.same_rows

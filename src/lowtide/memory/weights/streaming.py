@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowtide.compat.torch import is_in_backward
+from lowtide.compat.torch import is_in_backward, modules_of
 from lowtide.ops.mapped import BAND_BYTES
 
 STREAM = "_lowtide_weight_stream"
@@ -237,7 +237,7 @@ def outermost_layers(model: nn.Module) -> list[nn.ModuleList]:
 
 def stream_of(model: nn.Module) -> WeightStream | None:
     """The stream of a model's weights; None where they are resident."""
-    return next((vars(part)[STREAM] for part in model.modules() if STREAM in vars(part)), None)
+    return next((vars(part)[STREAM] for part in modules_of(model) if STREAM in vars(part)), None)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:

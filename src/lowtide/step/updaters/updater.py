@@ -9,12 +9,12 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.compat.torch import let_go, reset_fully_sharded, without_exchange
+from lowtide.compat.torch import let_go, parameters_of, reset_fully_sharded, without_exchange
 from lowtide.engine.forward import direct_weights, tensor_parallel_of
 from lowtide.memory.optimizers.narrow_step import unwrap_optimizer
 from lowtide.memory.weights.streaming import stream_of
@@ -108,7 +108,7 @@ class Updater:
 
     def has_gradients(self, model: nn.Module) -> bool:
         """Whether the gradients of a step are there."""
-        return any(p.grad is not None for p in model.parameters())
+        return any(p.grad is not None for p in parameters_of(model))
 
     def not_reached(self, model: nn.Module) -> list[str]:
         """The weights that are trained and have no gradient, by name, where those of others are there; none where
@@ -127,27 +127,27 @@ class Updater:
             self.accelerator.unscale_gradients()
         if (stream := stream_of(model)) is not None:
             stream.settle()
-        trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
-        gradients = {name: cast(Tensor, p.grad) for name, p in trained.items()}
-        norm = self.total_norm({p: gradients[name] for name, p in trained.items()})
-        self.check_norm(norm, gradients)
+        gradients = {p: p.grad for p in parameters_of(model) if p.grad is not None}
+        norm = self.total_norm(gradients)
+        self.check_norm(norm, model)
         if clip_at is not None:
-            nn.utils.clip_grads_with_norm_(map(local_twin, trained.values()), clip_at, norm)
+            nn.utils.clip_grads_with_norm_(map(local_twin, gradients), clip_at, norm)
         return norm
 
     def total_norm(self, gradients: Mapping[nn.Parameter, Tensor]) -> Tensor:
         """The norm of all gradients together."""
         return norm_of([*gradients.values()])
 
-    def check_norm(self, norm: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        """Refuses to step along gradients that are no numbers; where a loss scaler does, by skipping a step.
+    def check_norm(self, norm: Tensor, model: nn.Module) -> None:
+        """Refuses to step along a model's gradients that are no numbers; where a loss scaler does, by skipping a step.
 
         Raises:
             NotFiniteStep: the norm is none, though the loss is; names the first such gradient of those that are there.
         """
         if self.scaler is not None or math.isfinite(norm.item()):
             return
-        worst = next((name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()), None)
+        gradients = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        worst = next((name for name, gradient in gradients if not torch.isfinite(gradient).all()), None)
         what = f"the gradient of {worst}" if worst else "the norm of all gradients"
         raise NotFiniteStep(f"the loss is finite, {what} is not. {REMEDIES}")
 

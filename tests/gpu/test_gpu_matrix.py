@@ -7,7 +7,7 @@ import pytest
 from tests.support.matrix import matrix
 from tests.support.matrix.matrix import COMMON, TECHNIQUES, cell, check_equal, known_run
 
-ON_CUDA = {"use_cpu": False, "bf16": False, "tf32": False}
+ON_CUDA = {"use_cpu": False, "bf16": False, "tf32": False, "fused_layers": False}
 WITHIN = 5e-3
 """Kernels sum in an order of their own, and some in another one each time. A first step of AdamW goes by the signs of
 gradients, and so of those that are rounding alone."""

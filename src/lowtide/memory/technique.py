@@ -64,7 +64,7 @@ class Technique:
     refused: Reason = never
     """Why it cannot work at a site."""
     idle: Reason = never
-    """Why it does nothing at a site."""
+    """Why it does nothing at a site; empty where nobody expects it to, so that no report says so."""
     prepare: Callable[[Site], object] | None = None
     """Changes the model, once, before it is trained."""
     begin: Callable[[Site], Callable[[], None] | None] | None = None

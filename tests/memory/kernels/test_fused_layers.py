@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide import SFTConfig
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model
 from lowtide.memory.kernels import fused_layers
 from lowtide.memory.kernels.fused_layers import fuse_layers, why_not_fused
+from lowtide.memory.table import TECHNIQUES
+from lowtide.memory.technique import Site
 from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES
 from lowtide.ops.logits.linear_logprobs import Want
+from lowtide.ops.target import planning_for
 from lowtide.step.metrics import Totals
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
@@ -272,3 +276,25 @@ def test_adapters_in_another_dtype_need_mixed_precision():
     assert reason is not None
     assert reason.startswith("weights and adapters are of torch.bfloat16 and torch.float32 without mixed precision")
     assert why_not_fused(model, torch.bfloat16) is None
+
+
+def _idle(model, **options: object) -> str | None:
+    config = SFTConfig(use_cpu=True, bf16=False, report_to="none", **options)
+    return TECHNIQUES["fused layers"].idle(Site(config, model, torch.device("cpu")))
+
+
+def test_by_default_layers_are_fused_on_a_gpu_where_they_can_be():
+    model, other = prepared(build()), prepared(build("phi3"))
+    assert _idle(model) == ""
+    assert _idle(model, fused_layers=True) is None
+    with planning_for("cuda", (9, 0)):
+        assert _idle(model) is None
+        assert "this model has none of them" in (_idle(other) or "")
+        assert "replaces what mlp_tile_tokens replaces" in (_idle(model, mlp_tile_tokens=8) or "")
+    with planning_for("cuda", (7, 5)):
+        assert "compute capability 8.0" in (_idle(model) or "")
+
+
+def test_what_fused_layers_may_be():
+    with pytest.raises(ValueError, match="fused_layers='sometimes' must be true, false or 'auto'"):
+        SFTConfig(use_cpu=True, fused_layers="sometimes")

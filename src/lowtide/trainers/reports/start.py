@@ -172,7 +172,7 @@ class StartReport(TrainerCallback):
         lines = []
         for technique in self.trainer.techniques:
             idle = technique.idle(self.trainer.site)
-            if technique.named:
+            if technique.named and idle != "":
                 exact = f"not exact: {technique.changes}" if technique.changes else "exact"
                 text = f"{exact}; {technique.remark}" if technique.remark else exact
                 lines.append((technique.name, f"does nothing here: {idle}" if idle else text))

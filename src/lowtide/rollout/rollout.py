@@ -128,6 +128,17 @@ class Rollout:
             [used for each in parts for used in each.learned],
         )
 
+    def replaced(self, places: Sequence[int], other: Rollout) -> Rollout:
+        """With the completions of another rollout of one policy in some places. Nothing was computed of either yet, and
+        what images prompts show is to be said anew."""
+        assert not any((self.row_values, self.score_values, other.row_values, other.score_values))
+        made = Rollout([*self.prompts], [*self.completions], self.version, self.rewards.clone(), [*self.learned])
+        made.rewards[list(places)] = other.rewards.to(made.rewards.dtype)
+        for number, place in enumerate(places):
+            made.prompts[place], made.completions[place] = other.prompts[number], other.completions[number]
+            made.learned[place] = other.learned[number]
+        return made
+
     # -- on disk -----------------------------------------------------------------------------------------------
 
     def save(self, path: Path, **more: Any) -> None:

@@ -125,6 +125,23 @@ class Made:
         values = self.extra.get(name, [])[: len(self.rollout)]
         return [*values, *[None] * (len(self.rollout) - len(values))]
 
+    def replaced(self, places: Sequence[int], other: Made) -> Made:
+        """With other completions in some places, rewarded and not yet learned from; prompts show no images then."""
+        names = dict.fromkeys([*self.extra, *other.extra])
+        calls = None if self.calls is None or other.calls is None else _replaced(self.calls, places, other.calls)
+        return replace(
+            self,
+            rollout=self.rollout.replaced(places, other.rollout),
+            prompts=_replaced(self.prompts, places, other.prompts),
+            completions=_replaced(self.completions, places, other.completions),
+            extra={name: _replaced(self.column(name), places, other.column(name)) for name in names},
+            logged={
+                name: [*self.logged.get(name, []), *other.logged.get(name, [])]
+                for name in dict.fromkeys([*self.logged, *other.logged])
+            },
+            calls=calls,
+        )
+
     def save(self, path: Path, *, place: Sequence[int], texts: bool) -> None:
         """Writes what was written and rewarded, before anything is computed of it.
 
@@ -266,19 +283,23 @@ class RolloutMaker:
         """The ranks that learn from the same rollout; None where each has its own."""
         return same_rows_of(self.runner.model)
 
-    def _own(self, completions: int) -> slice:
+    def own_of(self, completions: int) -> slice:
         """This rank's completions, so many, among those of all ranks."""
         first = self.options.data_rank * completions  # type: ignore[attr-defined]
         return slice(first, first + completions)
 
     def _reported(self, completions: int, share: slice) -> int:
         """How many of a share of this rank's completions metrics are of."""
-        first = self._own(completions).start
+        first = self.own_of(completions).start
         return reported_of(self.reported, slice(first + share.start, first + share.stop))
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of the rollouts of all ranks; what several hold alike counts once."""
         return gathered(values.to(exchange_device(values, self.runner.device)), self.runner.models().copies)
+
+    def rewards_of_all(self, made: Made) -> Float[Tensor, "completions functions"]:
+        """The rewards of the completions of all ranks; those of a prompt stand together."""
+        return self._of_all_ranks(made.rollout.rewards).cpu()
 
     def _share(self, rows: int) -> slice:
         """Of so many rows those that this rank writes completions of: a share where ranks hold whole weights and the
@@ -516,11 +537,11 @@ class RolloutMaker:
     def _finish(self, made: Made, group: int, epoch: float) -> None:
         """What is learned, and metrics over all ranks."""
         rollout, device = made.rollout, self.runner.device
-        made.rewards = self._of_all_ranks(rollout.rewards).cpu()
+        made.rewards = self.rewards_of_all(made)
         rewarded = Rewarded(
             rollout,
             GroupRewards(made.rewards, self.rewards.weights, group),
-            self._own(len(rollout)),
+            self.own_of(len(rollout)),
             device,
             epoch,
             evaluated=self.evaluates,
@@ -534,6 +555,12 @@ class RolloutMaker:
         lengths = rewarded.of_all_ranks(torch.tensor(rollout.lengths, dtype=torch.float32))
         made.figures = Figures(made.rewards, lengths, rewarded.ended)
         made.metrics |= found.metrics | _means_of_calls(made.logged)
+
+
+def _replaced(values: Sequence[T], places: Sequence[int], others: Sequence[T]) -> list[T]:
+    """Values of which some are others."""
+    found = dict(zip(places, others, strict=True))
+    return [found.get(place, value) for place, value in enumerate(values)]
 
 
 def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

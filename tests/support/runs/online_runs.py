@@ -38,6 +38,12 @@ def even_tokens(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
+def spread_where_even(completion_ids: list[list[int]], number: list[int], **kwargs: Any) -> list[float]:
+    """As `even_tokens` for every other prompt; the completions of the others are rewarded alike."""
+    found = even_tokens(completion_ids)
+    return [0.5 if n % 2 else reward for n, reward in zip(number, found, strict=True)]
+
+
 def prompts(count: int = 24) -> Dataset:
     return Dataset.from_list([{"prompt": question, "number": n} for n, (question, _) in enumerate(sums(count))])
 

@@ -18,12 +18,25 @@ from lowtide.ranks.shards import whole_of
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.references.parity_world import lora
-from tests.support.runs.online_runs import LOSSES, assert_near, loss_options, online, trained, weights
+from tests.support.runs.online_runs import (
+    LOSSES,
+    assert_near,
+    loss_options,
+    online,
+    spread_where_even,
+    trained,
+    weights,
+)
 
 pytestmark = pytest.mark.slow
 METHODS = {
     **{f"GRPO {name}": {"num_generations": 2, "beta": 0.1, **loss_options(name)} for name in LOSSES},
     "GRPO scaled by the batch": {"num_generations": 2, "scale_rewards": "batch", "num_iterations": 2},
+    "GRPO whose prompts are replaced": {
+        "num_generations": 2,
+        "dynamic_sampling_rounds": 3,
+        "arguments": {"reward_funcs": spread_where_even},
+    },
     "OnlineDPO": {"num_generations": 2, "missing_eos_penalty": 0.5},
     "PPO": {"num_generations": 1, "num_ppo_epochs": 2, "whiten_rewards": True},
     "PPO with an adapter of values": {

@@ -71,6 +71,12 @@ class GRPOOptions(AheadOptions, VisionOptions):
         "Add up the rewards of several functions before they are normalized, or after.",
         choices=["sum_then_normalize", "normalize_then_sum"],
     )
+    dynamic_sampling_rounds: int = option(
+        0,
+        "How often the prompts of a window whose completions are all rewarded alike are replaced by others, before it "
+        "is learned from (arXiv 2503.14476); those that are left then stay. 0: never.",
+        NOT_NEGATIVE,
+    )
     top_entropy_quantile: float = option(1.0, "The share of tokens, by entropy, that is learned from.", SHARE)
     entropy_coef: float = option(0.0, "Weight of the mean entropy, which is rewarded.", FINITE)
     use_adaptive_entropy: bool = option(False, "Change that weight to keep entropy at `entropy_target`.")
@@ -140,6 +146,12 @@ class GRPOOptions(AheadOptions, VisionOptions):
             )
         if self.sync_ref_model and not self.compares:
             raise ValueError("sync_ref_model=True moves a reference, and beta=0 has none: set beta above 0")
+        if self.dynamic_sampling_rounds and self.max_staleness:
+            raise ValueError(
+                f"dynamic_sampling_rounds={self.dynamic_sampling_rounds} has prompts replaced by what the rewards of "
+                f"all ranks say, and max_staleness={self.max_staleness} has windows rewarded beside training: set one "
+                "of them to 0"
+            )
         if self.entropy_coef_min > self.entropy_coef_max:
             raise ValueError(
                 f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}"

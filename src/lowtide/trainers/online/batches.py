@@ -101,6 +101,9 @@ class WrittenBatches(RowBatches):
             lag = float(state.global_step - own.rollout.version)
             own.metrics |= {"sample/staleness_mean": lag, "sample/staleness_max": lag}
             own.metrics |= {"perf/rollout_wait_s": self._ahead.waited - waited, "perf/weight_sync_s": self._publishing}
+        if trainer.resampling is not None:
+            place = epoch, first
+            own = trainer.resampling.filled(own, rows, place, version=state.global_step, state=state)
         made = trainer.maker.finish(own, len(rows), group=args.num_generations, state=state)
         return self._logged(made)
 

@@ -24,6 +24,7 @@ from lowtide.rollout.conversations import ToolUse
 from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.turns import Turns
+from lowtide.run.resampling import Resampling
 from lowtide.run.rollouts import RolloutMaker
 from lowtide.run.writing import make_generator
 from lowtide.trainers.online import padded_masks
@@ -86,6 +87,7 @@ class OnlineTrainer(ReferenceTrainer):
         self.args.generation_batch_size = self.options.written_at_a_time  # type: ignore[attr-defined]
         self.rewards = make_rewards(self._given, self.options, self.tokenizer, type(self).__name__)
         self.maker, self.written_by = self._make_maker()
+        self.resampling = self._make_resampling()
         start_value_head(self.method.head, self.training_run.model, self._given.pop("value_model"))
         self.completions_log = CompletionsLog(self.args)
         self._reward_by_environments()
@@ -220,6 +222,15 @@ class OnlineTrainer(ReferenceTrainer):
             maker.check_ahead()
             text += "; windows are written while the policy is trained on earlier ones"
         return maker, text
+
+    def _make_resampling(self) -> Resampling | None:
+        """What replaces prompts of which nothing is learned; None where they stay."""
+        rounds = getattr(self.options, "dynamic_sampling_rounds", 0)
+        if not rounds:
+            return None
+        made = Resampling(self.maker, cast(Any, self.train_dataset), rounds)
+        made.check()
+        return made
 
     def _reward_by_environments(self) -> None:
         """Environments that reward beside reward functions are a function each."""

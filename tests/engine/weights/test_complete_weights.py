@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Glm4MoeConfig, LlamaConfig
 
 from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.complete_weights import load_adapters
-from lowtide.engine.weights.loading import load_model
+from lowtide.engine.weights.loading import load_model, load_tokenizer
+from tests.support.models.masked_texts import tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -212,6 +213,30 @@ def test_adapters_are_whole_or_refused(adapters, folder, load, tmp_path):
     folder("untied", UP)
     with pytest.raises(ValueError, match=rf"hold no {UP}"):
         load(adapters, base)
+
+
+KINDS = {
+    "dora": lambda: LoraConfig(r=2, use_dora=True, target_modules=["q_proj"], init_lora_weights=False),
+    "adalora": lambda: AdaLoraConfig(total_step=9, target_modules=["q_proj"], init_lora_weights=False),
+    "loha": lambda: LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False),
+    "ia3": lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[], init_ia3_weights=False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("load", [as_model, as_adapters])
+def test_adapters_of_other_kinds_are_read_whole(kind, load, folder, tmp_path):
+    base, tokens = folder("untied"), torch.arange(9)[None]
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained(base), KINDS[kind]()).eval()
+    made.save_pretrained(tmp_path / kind)
+    found = load(tmp_path / kind, base).eval()(tokens).logits
+    assert torch.allclose(found, made(tokens).logits, atol=1e-6)
+    assert not torch.allclose(found, AutoModelForCausalLM.from_pretrained(base)(tokens).logits, atol=1e-4)
+
+
+def test_adapters_without_a_tokenizer_have_that_of_their_base(adapters, tmp_path):
+    tokenizer().save_pretrained(tmp_path / "untied")
+    assert load_tokenizer(str(adapters)).get_vocab() == tokenizer().get_vocab()
 
 
 def truncate(path: Path) -> None:

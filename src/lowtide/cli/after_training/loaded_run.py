@@ -149,10 +149,8 @@ def _check_writes(name: str, trust_remote_code: bool) -> None:
 
 
 def _tokenizer(name: str, trust_remote_code: bool) -> Any:
-    """That of a model or adapter, or else that of the adapter's base; of a processor the tokenizer."""
-    base = base_of_adapters(name)
-    source = base if base is not None and not Path(name, "tokenizer_config.json").is_file() else name
-    made = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    """That of a model or adapter; of a processor the tokenizer."""
+    made = load_tokenizer(name, trust_remote_code=trust_remote_code)
     inner = getattr(made, "tokenizer", made)
     if inner is not made and not inner.chat_template:
         inner.chat_template = made.chat_template

@@ -164,8 +164,22 @@ def _put_adapters(name: str, model: PreTrainedModel) -> None:
     """Puts a folder's adapters on a model, all of whose weights come from the folder."""
     with quiet_report(name), _adapters_named(name, model):
         found: Any = model.load_adapter(name)
+        if found is not None and (found.missing_keys or found.unexpected_keys):
+            found = _read_as_written(name, model)
     if found is not None:  # older transformers return nothing
         check_adapter_keys(name, found.missing_keys, found.unexpected_keys)
+
+
+def _read_as_written(name: str, model: PreTrainedModel) -> Any:
+    """Reads a folder's weights into adapters that are on a model by the names that PEFT writes, which are not those of
+    transformers' reader for all kinds (DoRA, AdaLoRA). As PEFT, it misses no weight that the kind does not train."""
+    from peft import load_peft_weights, set_peft_model_state_dict
+    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
+
+    found: Any = set_peft_model_state_dict(model, load_peft_weights(name))
+    (kind,) = {each.peft_type for each in model.peft_config.values()}
+    trained = PEFT_TYPE_TO_PREFIX_MAPPING.get(kind, "")
+    return found._replace(missing_keys=[key for key in found.missing_keys if trained in key])
 
 
 @contextlib.contextmanager
@@ -240,7 +254,7 @@ def quiet_report(name: str) -> Iterator[None]:
     Raises:
         ValueError: weights that a layer joins, such as those of experts, do not go together; names them.
     """
-    source, kept = logging.getLogger("transformers.modeling_utils"), []
+    sources, kept = [logging.getLogger(f"transformers.{each}") for each in ("modeling_utils", "integrations.peft")], []
 
     def is_other(record: logging.LogRecord) -> bool:
         is_report = "LOAD REPORT" in str(record.msg)
@@ -248,11 +262,13 @@ def quiet_report(name: str) -> Iterator[None]:
             kept.append(record)
         return not is_report
 
-    source.addFilter(is_other)
+    for source in sources:
+        source.addFilter(is_other)
     try:
         yield
     except Exception as error:
-        source.removeFilter(is_other)
+        for source in sources:
+            source.removeFilter(is_other)
         joined = sorted({found for record in kept for found in JOINED.findall(record.getMessage())})
         if joined:
             raise ValueError(
@@ -260,7 +276,8 @@ def quiet_report(name: str) -> Iterator[None]:
                 "which is missing or of another shape. Copy or download the whole folder again"
             ) from error
         for record in kept:
-            source.handle(record)
+            logging.getLogger(record.name).handle(record)
         raise
     finally:
-        source.removeFilter(is_other)
+        for source in sources:
+            source.removeFilter(is_other)

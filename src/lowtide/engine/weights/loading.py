@@ -27,7 +27,7 @@ from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import WITH_IMAGES, LanguageModel
 from lowtide.engine.virtual_tokens import EMBEDDED, IN_LAYERS, kind_of_prompt
 from lowtide.engine.weights.adapter_errors import check_values, options_named
-from lowtide.engine.weights.complete_weights import load_complete
+from lowtide.engine.weights.complete_weights import base_of_adapters, load_complete
 from lowtide.engine.weights.labels import label_values
 from lowtide.engine.weights.load_errors import check_layers, check_quantization, one_line, unknown_type
 from lowtide.engine.weights.model_init import CODE, CONFIG, config_init
@@ -122,12 +122,15 @@ def said_problem(model: Any, init: Mapping[str, Any]) -> str | None:
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """The tokenizer of a model, by hub name or path; of a vision-language model its processor.
+    """The tokenizer of a model, by hub name or path; of a vision-language model its processor; of a folder of adapters
+    that was saved without one, as PEFT saves it, the tokenizer of the model that they were trained on.
 
     Raises:
         ValueError: there is none; says how to pass one.
     """
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
+    if not any(Path(name).glob("*token*")) and (base := base_of_adapters(name)) is not None:
+        name = base
     config = saved_config(name, how)
     try:
         if getattr(config, "model_type", None) in WITH_IMAGES:

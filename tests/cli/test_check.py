@@ -27,6 +27,8 @@ def folder(tmp_path, monkeypatch):
                 num_key_value_heads=2, max_position_embeddings=256).save_pretrained("m")  # fmt: skip
     (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "endless.jinja").write_text("{{ 'x' * 10**10 }}")
+    (tmp_path / "large.jinja").write_text("{% for i in range(10**9) %}{% endfor %}")
     (tmp_path / "bad.jinja").write_text("{% for m in messages %}{{ m.contentt.first }}{% endfor %}")
     rows = {"turns": TURNS, "pairs": PAIR, "odd": {"User Question": "a", "Bot Answer": "b"}}
     for name, row in rows.items():
@@ -67,6 +69,8 @@ WRONG = {
     "a row": ("sft --model m --dataset broken.jsonl", "columns", "broken.jsonl, row 1 (the first is 0)"),
     "a name of columns": ("sft --model m --dataset odd.jsonl --columns prompt=Usr", "rows", "has no column 'Usr'"),
     "a template": ("run.yaml --chat_template_path bad.jinja", "template", "contentt"),
+    "a template without end": ("run.yaml --chat_template_path endless.jinja", "template", "more than 67,108,864"),
+    "a template of a large range": ("run.yaml --chat_template_path large.jinja", "template", "Range too big"),
     "output": ("run.yaml --output_dir run.yaml", "output folder", "is a file"),
 }
 
@@ -157,3 +161,19 @@ def test_what_rows_hold_is_shown_escaped(folder, capsys):
     said = capsys.readouterr().out
     assert "NO  columns" in said
     assert "\x1b" not in said
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (3, "its chat_template must be text, not 3"),
+        ([{"x": 1}, 2], "has no chat template"),
+        ("", "has no chat template"),
+    ],
+)
+def test_a_template_that_is_none_is_said(folder, capsys, template, said):
+    (folder / "m" / "chat_template.jinja").unlink()
+    (folder / "m" / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"x": 1}, "chat_template": template}))
+    _, found = checked("run.yaml", capsys)
+    assert said in found["template"][1]
+    assert not found["template"][0]

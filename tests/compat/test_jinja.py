@@ -107,3 +107,10 @@ def test_transformers_looks_the_environment_up_and_keeps_what_it_compiled():
     compiled = chat_template_utils._compile_jinja_template("{{ messages }}")
     assert isinstance(compiled, LimitedTemplate), "transformers does not look its environment up where it was replaced"
     assert callable(chat_template_utils._compile_jinja_template.cache_clear), "compiled templates are kept elsewhere"
+
+
+def test_half_a_character_ends_in_a_sentence():
+    made = LimitedEnvironment().from_string('{{ "\\ud800" }}{{ "whole" }}')
+    for render in (made.render, lambda: list(made.generate())):
+        with pytest.raises(ValueError, match=r"half a character, .*ud800.*, which no tokenizer can read"):
+            render()

@@ -23,7 +23,7 @@ from lowtide.cli.training import train
 from lowtide.compat.argparse import Subparsers
 from lowtide.escaping import shown
 from lowtide.methods import METHODS
-from lowtide.parsing import parse_json
+from lowtide.parsing import parse_json, read_object
 
 if TYPE_CHECKING:
     from lowtide.cli.training.train import TrainingCommand
@@ -237,8 +237,7 @@ def _like(method: str) -> str:
 
 def _template(given: TrainingCommand, messages: Any) -> str:
     """Renders a conversation by the template that the run would take."""
-    from jinja2 import TemplateError
-
+    from lowtide.compat.templates.jinja import TEMPLATE_FAILURES, limit_templates
     from lowtide.data.encode.named_templates import template_at
 
     model = str(given.what.model)
@@ -250,14 +249,16 @@ def _template(given: TrainingCommand, messages: Any) -> str:
         return f"{place} is a name on the hub, whose template was not looked at"
     template = template or _of_tokenizer(place)[0]
     special: Any = _of_tokenizer(folder)[1] if folder.is_dir() else {}
-    if template is None:
+    if not template:
         raise ValueError(f"{place} has no chat template, and rows are conversations: name one by --chat_template_path")
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    limit_templates()
     try:
         ((text,), _) = render_jinja_template([list(messages)], chat_template=template, **special)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise ValueError(f"the chat template cannot write the first conversation: {error}") from error
+    except TEMPLATE_FAILURES as error:
+        said = str(error) or type(error).__name__
+        raise ValueError(f"the chat template cannot write the first conversation: {said}") from error
     return f"writes {len(text):,} characters of the first conversation"
 
 
@@ -265,18 +266,21 @@ def _of_tokenizer(folder: Path) -> tuple[str | None, dict[str, str]]:
     """The template that lies in a folder, and the tokens that it may write."""
     config: dict[str, Any] = {}
     if (folder / "tokenizer_config.json").is_file():
-        config = parse_json((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = read_object(folder / "tokenizer_config.json")
     special = {name: _token(value) for name, value in config.items() if name.endswith("_token") and value}
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8"), special
     there = config.get("chat_template")
     if isinstance(there, list):
-        there = {each["name"]: each["template"] for each in there}.get("default")
+        named = [each for each in there if isinstance(each, dict) and each.get("name") == "default"]
+        there = named[0].get("template") if named else None
+    if there is not None and not isinstance(there, str):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: its chat_template must be text, not {there!r:.80}")
     return there, special
 
 
 def _token(value: Any) -> str:
-    return value["content"] if isinstance(value, dict) else str(value)
+    return str(value.get("content", "") if isinstance(value, dict) else value)
 
 
 def _memory(arguments: argparse.Namespace) -> tuple[dict[str, Any], Checked]:

@@ -90,7 +90,7 @@ class LimitedTemplate(Template):
 
     def render(self, *args: Any, **kwargs: Any) -> str:
         with ends_within(TEMPLATE_SECONDS):
-            return super().render(*args, **kwargs)
+            return _whole(super().render(*args, **kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Iterator[str]:
         with ends_within(TEMPLATE_SECONDS):
@@ -98,7 +98,16 @@ class LimitedTemplate(Template):
             for piece in super().generate(*args, **kwargs):
                 size += len(piece)
                 check_total(size)
-                yield piece
+                yield _whole(piece)
+
+
+def _whole(text: str) -> str:
+    """A text, unless it has halves of surrogate pairs, which UTF-8, and so tokenizers, have not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text has half a character, {text[error.start]!r}, which no tokenizer can read") from None
+    return text
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):

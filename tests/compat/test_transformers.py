@@ -132,6 +132,9 @@ def test_adapters_in_a_folder_are_seen(model):
 
     model.add_adapter(LoraConfig(target_modules=["q_proj"]))
     assert inside.has_loaded_adapters(model), "transformers notes adapters otherwise than by _hf_peft_config_loaded"
+    other = torch.nn.Linear(1, 1)
+    inside.note_loaded_adapters(other)
+    assert inside.has_loaded_adapters(other)
 
 
 def test_a_mixture_has_the_loss_of_its_file():

@@ -88,6 +88,11 @@ def has_loaded_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def note_loaded_adapters(model: nn.Module) -> None:
+    """Notes that adapters were put into a model, as `from_pretrained` does."""
+    model._hf_peft_config_loaded = True  # type: ignore[assignment]
+
+
 def load_balancing_loss(model: nn.Module, router_logits: Any, experts: int, chosen: int, mask: Any) -> Tensor:
     """The auxiliary loss of a mixture of experts, by the function of the model's own file, which is no part of an API.
 

@@ -74,7 +74,18 @@ def test_a_folder_whose_scale_is_no_number_is_refused(folder):
         load_adapters(tiny_llama(), str(folder))
 
 
-@pytest.mark.parametrize(("base", "said"), [([1], "a model's name is text"), (None, "which model"), ("", "its own")])
+def test_lists_of_names_that_peft_would_compare_for_minutes_are_refused(folder):
+    path = folder / "adapter_config.json"
+    many = [str(number) for number in range(20_001)]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": many}))
+    with pytest.raises(ValueError, match=r"target_modules of adapter_config\.json holds 20,001 names: at most 20,000"):
+        load_adapters(tiny_llama(), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [([1], "a model's name is text"), (None, "which model"), ("", "its own"), ("m\0", "no model's name holds a null")],
+)
 def test_a_folder_that_names_no_other_model_is_refused(folder, base, said):
     path = folder / "adapter_config.json"
     named = str(folder) if base == "" else base

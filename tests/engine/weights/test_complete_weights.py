@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, PromptTuningConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Glm4MoeConfig, LlamaConfig
 
 from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.complete_weights import load_adapters
 from lowtide.engine.weights.loading import load_model, load_tokenizer
+from lowtide.engine.weights.merging import save_merged
 from tests.support.models.masked_texts import tokenizer
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -218,6 +219,7 @@ def test_adapters_are_whole_or_refused(adapters, folder, load, tmp_path):
 KINDS = {
     "dora": lambda: LoraConfig(r=2, use_dora=True, target_modules=["q_proj"], init_lora_weights=False),
     "adalora": lambda: AdaLoraConfig(total_step=9, target_modules=["q_proj"], init_lora_weights=False),
+    "vera": lambda: VeraConfig(r=2, target_modules=["q_proj"], init_weights=False),
     "loha": lambda: LoHaConfig(r=2, target_modules=["q_proj"], init_weights=False),
     "ia3": lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[], init_ia3_weights=False),
 }
@@ -232,6 +234,20 @@ def test_adapters_of_other_kinds_are_read_whole(kind, load, folder, tmp_path):
     found = load(tmp_path / kind, base).eval()(tokens).logits
     assert torch.allclose(found, made(tokens).logits, atol=1e-6)
     assert not torch.allclose(found, AutoModelForCausalLM.from_pretrained(base)(tokens).logits, atol=1e-4)
+
+
+def test_virtual_tokens_are_put_before_rows_and_into_no_model(folder, tmp_path):
+    base, tokens, path = folder("untied"), torch.arange(9)[None], tmp_path / "virtual"
+    options = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
+    made.save_pretrained(path)
+    read = as_adapters(path, base)
+    assert torch.allclose(read(tokens).logits, made(tokens).logits, atol=1e-6)
+    with pytest.raises(ValueError, match=r"virtual tokens \(PROMPT_TUNING\), which stand before the rows"):
+        load_model(str(path))
+    with pytest.raises(ValueError, match=r"virtual tokens \(PROMPT_TUNING\) .* nothing to merge"):
+        save_merged(read, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_adapters_without_a_tokenizer_have_that_of_their_base(adapters, tmp_path):

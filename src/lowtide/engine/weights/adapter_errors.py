@@ -23,6 +23,8 @@ OF_PEFT = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_ty
 """Fields of a configuration that PEFT fills in."""
 OF_NAMES = ("target_modules", "exclude_modules", "modules_to_save", "target_parameters", "layers_pattern")
 """Options that take names of modules or parameters: one, or a list."""
+MOST_NAMES = 20_000
+"""Of a list in `OF_NAMES`: PEFT compares each with all others."""
 
 
 @contextlib.contextmanager
@@ -61,7 +63,8 @@ def options_named(config: Any, model: nn.Module, folder: str | None = None) -> I
 
 
 def check_values(config: Any) -> None:
-    """Refuses numbers that are not finite, tokens below 0, and names that are no text.
+    """Refuses numbers that are not finite, tokens below 0, names that are no text, and lists of more names than there
+    are modules, each of which PEFT would look for in each module.
 
     Args:
         config: PEFT's, or the content of its JSON file.
@@ -71,6 +74,8 @@ def check_values(config: Any) -> None:
     """
     what = "adapter_config.json" if isinstance(config, Mapping) else f"the {type(config).__name__}"
     for option, value in _set_options(config).items():
+        if option in OF_NAMES and isinstance(value, list | tuple | set) and len(value) > MOST_NAMES:
+            raise ValueError(f"{option} of {what} holds {len(value):,} names: at most {MOST_NAMES:,}")
         wrong = next((each for each in _leaves(value) if isinstance(each, float) and not math.isfinite(each)), None)
         if wrong is not None:
             raise ValueError(f"{option} of {what} holds {wrong}: it must be finite")

@@ -20,7 +20,9 @@ from peft import PeftConfig
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
+from lowtide.compat.transformers import note_loaded_adapters
 from lowtide.compat.transformers_loading import telling_what_was_read
+from lowtide.engine.virtual_tokens import kind_of_prompt
 from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.load_errors import arguments_named, to_install
 from lowtide.engine.weights.places import named_base
@@ -161,25 +163,20 @@ def check_package_of(name: str) -> None:
 
 
 def _put_adapters(name: str, model: PreTrainedModel) -> None:
-    """Puts a folder's adapters on a model, all of whose weights come from the folder."""
-    with quiet_report(name), _adapters_named(name, model):
-        found: Any = model.load_adapter(name)
-        if found is not None and (found.missing_keys or found.unexpected_keys):
-            found = _read_as_written(name, model)
-    if found is not None:  # older transformers return nothing
-        check_adapter_keys(name, found.missing_keys, found.unexpected_keys)
+    """Puts a folder's adapters into a model, all of whose weights come from the folder.
 
+    PEFT reads them: transformers' own reader knows some kinds (DoRA, AdaLoRA, VeRA) by other names or not at all.
 
-def _read_as_written(name: str, model: PreTrainedModel) -> Any:
-    """Reads a folder's weights into adapters that are on a model by the names that PEFT writes, which are not those of
-    transformers' reader for all kinds (DoRA, AdaLoRA). As PEFT, it misses no weight that the kind does not train."""
-    from peft import load_peft_weights, set_peft_model_state_dict
-    from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
-
-    found: Any = set_peft_model_state_dict(model, load_peft_weights(name))
-    (kind,) = {each.peft_type for each in model.peft_config.values()}
-    trained = PEFT_TYPE_TO_PREFIX_MAPPING.get(kind, "")
-    return found._replace(missing_keys=[key for key in found.missing_keys if trained in key])
+    Raises:
+        ValueError: as `load_adapters`, or they are no part of the model's layers.
+    """
+    kind = kind_of_prompt(load_adapters(model, name).active_peft_config)
+    if kind is not None:
+        raise ValueError(
+            f"the adapters in {name!r} are virtual tokens ({kind}), which stand before the rows that PEFT's model gets "
+            "and are in no layer of the model: load them by peft.PeftModel.from_pretrained, or train and evaluate them"
+        )
+    note_loaded_adapters(model)
 
 
 @contextlib.contextmanager
@@ -238,7 +235,8 @@ def load_adapters(base: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below, with their names
         model = PeftModel.from_pretrained(base, folder, is_trainable=is_trainable)
         found = model.load_adapter(folder, str(model.active_adapter), is_trainable=is_trainable)
-    check_adapter_keys(folder, found.missing_keys, found.unexpected_keys)
+    if kind_of_prompt(model.active_peft_config) is None:  # of virtual tokens PEFT itself looks for the weights
+        check_adapter_keys(folder, found.missing_keys, found.unexpected_keys)
     return model
 
 

@@ -28,6 +28,7 @@ from lowtide.compat.torch import saved_buffers, with_parameters
 from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads import HEADS
+from lowtide.engine.virtual_tokens import kind_of_prompt, prompt_config
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.sharded.shard_files import OF_A_MODEL, WeightFiles, missing_shards, shards_in
 from lowtide.own_files import share_file
@@ -64,8 +65,14 @@ def save_merged(
 
     Raises:
         OSError: something cannot be written.
-        ValueError: an adapter cannot be merged; nothing is written.
+        ValueError: an adapter cannot be merged, or has no weights but virtual tokens; nothing is written.
     """
+    tokens = prompt_config(model)
+    if tokens is not None:
+        raise ValueError(
+            f"virtual tokens ({kind_of_prompt(tokens)}) stand before the rows and change no weight, so there is "
+            "nothing to merge: use the folder of adapters as it is"
+        )
     base = causal_model(model)
     dense = embedding_weight(model).dtype if dtype is None else dtype
     parts = list(effective_weights(base, "", dtype, dense))

@@ -48,7 +48,7 @@ def check_model_place(name: str, option: str = "model") -> None:
         hint = f": did you mean {path / inside[0]}?" if inside else ""
         raise ValueError(f"{option} {name!r} cannot be loaded: the folder has no config.json{hint}")
     if not path.is_dir() and (name.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(name)):
-        siblings = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        siblings = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
         near = get_close_matches(path.name, siblings, n=1)
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
         no_name = "" if name.startswith((".", "/", "~")) else ", and a name on the hub is NAME or OWNER/NAME"
@@ -127,4 +127,6 @@ def named_base(adapters: Mapping[str, Any], file: Path) -> str | None:
     base = adapters.get("base_model_name_or_path") or None
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{file} says base_model_name_or_path={base!r:.80}, and a model's name is text")
+    if base is not None and "\0" in base:
+        raise ValueError(f"{file} says base_model_name_or_path={base!r:.80}, and no model's name holds a null byte")
     return base

@@ -82,11 +82,17 @@ def _merge(arguments: argparse.Namespace) -> bool:
     import torch
 
     from lowtide.engine.heads import head_of_task
-    from lowtide.engine.weights.complete_weights import check_package_of, labels_of_adapter, load_adapters
+    from lowtide.engine.weights.complete_weights import (
+        check_no_adapters,
+        check_package_of,
+        labels_of_adapter,
+        load_adapters,
+    )
     from lowtide.engine.weights.loading import load_model, saved_config
     from lowtide.engine.weights.merging import save_merged
 
     check_package_of(str(adapter))
+    check_no_adapters(name, "--model" if arguments.model else str(adapter / ADAPTER_FILE))
     trust = arguments.trust_remote_code
     labels = labels_of_adapter(adapter)
     init: dict[str, Any] = {} if labels is None else {"num_labels": labels}

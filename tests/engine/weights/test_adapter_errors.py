@@ -48,6 +48,7 @@ OF_A_FOLDER: dict[str, tuple[dict[str, Any], str]] = {
     "another rank": ({"r": 4}, "size mismatch.*adapter_config.json r=4$"),
     "no scale": ({"lora_alpha": None}, "TypeError.*lora_alpha=None"),
     "an unknown kind": ({"peft_type": "NONE"}, "peft_type='NONE'"),
+    "kinds in a list": ({"peft_type": ["LORA"]}, "peft_type=.'LORA'."),
     "tokens": ({"trainable_token_indices": [99_999]}, "trainable_token_indices"),
 }
 
@@ -92,6 +93,14 @@ def test_a_folder_that_names_no_other_model_is_refused(folder, base, said):
     path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": named}))
     with pytest.raises(ValueError, match=said):
         base_of_adapters(str(folder))
+
+
+def test_a_folder_whose_base_is_adapters_is_refused(folder, tmp_path):
+    (tmp_path / "other").mkdir()
+    named = {"base_model_name_or_path": str(folder)}
+    (tmp_path / "other" / "adapter_config.json").write_text(json.dumps(named))
+    with pytest.raises(ValueError, match=r"other/adapter_config.json names .*, which is a folder of adapters itself"):
+        base_of_adapters(str(tmp_path / "other"))
 
 
 def test_a_folder_without_weights_says_so(folder):

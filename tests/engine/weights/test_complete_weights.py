@@ -255,6 +255,20 @@ def test_adapters_without_a_tokenizer_have_that_of_their_base(adapters, tmp_path
     assert load_tokenizer(str(adapters)).get_vocab() == tokenizer().get_vocab()
 
 
+def test_a_tokenizer_that_panics_or_pads_without_end_is_named(adapters, tmp_path):
+    tokenizer().save_pretrained(tmp_path / "untied")
+    file = tmp_path / "untied" / "tokenizer.json"
+    plain = json.loads(file.read_text())
+    endless = {"strategy": {"Fixed": 10**12}, "direction": "Right", "pad_to_multiple_of": None}
+    file.write_text(json.dumps(plain | {"padding": endless | {"pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}}))
+    assert len(load_tokenizer(str(adapters))("a")["input_ids"]) < 9
+    unknown = [{"SpecialToken": {"id": "nowhere", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    broken = {"type": "TemplateProcessing", "single": unknown, "pair": [], "special_tokens": {}}
+    file.write_text(json.dumps(plain | {"post_processor": broken}))
+    with pytest.raises(ValueError, match=r"no tokenizer at .*untied.*: save one beside the model"):
+        load_tokenizer(str(adapters))
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 

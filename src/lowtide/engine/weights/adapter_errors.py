@@ -93,9 +93,10 @@ def _set_options(config: Any) -> dict[str, Any]:
     given: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     if isinstance(config, Mapping):
         kinds: Mapping[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
-        if config.get("peft_type") not in kinds:
-            return {"peft_type": config.get("peft_type")}
-        kind = kinds[config["peft_type"]]
+        named = config.get("peft_type")
+        if not isinstance(named, str) or named not in kinds:
+            return {"peft_type": named}
+        kind = kinds[named]
     defaults = {}
     for field in dataclasses.fields(kind):
         make = field.default_factory

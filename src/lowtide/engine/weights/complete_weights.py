@@ -140,8 +140,23 @@ def base_of_adapters(name: str) -> str | None:
         raise ValueError(f"{config} does not say which model its adapters were trained on (base_model_name_or_path)")
     if Path(base).resolve() == Path(name).resolve():
         raise ValueError(f"{config} names its own folder as the model that its adapters were trained on")
+    check_no_adapters(base, str(config))
     check_package_of(name)
     return base
+
+
+def check_no_adapters(base: str, by: str) -> None:
+    """Refuses a folder of adapters in the place of the model that others are put on: they would be put on twice, or in
+    the place of those.
+
+    Args:
+        by: what names it.
+    """
+    if Path(base, ADAPTER_CONFIG).is_file() and not Path(base, MODEL_CONFIG).is_file():
+        raise ValueError(
+            f"{by} names {base!r} as the model, which is a folder of adapters itself: name the model that those were "
+            "trained on, or merge them into it first (lowtide merge)"
+        )
 
 
 def check_package_of(name: str) -> None:

@@ -139,11 +139,11 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
         if _is_made_up(made, name):
             raise ValueError("there is no vocabulary")
         if getattr(made, "is_fast", False):
-            made.backend_tokenizer.encode("a")  # a vocabulary without what stands for unknown words fails
+            made("a")  # a vocabulary without what stands for unknown words fails
         return made
-    except MemoryError:
+    except (MemoryError, KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # among them what files that hold no tokenizer lead to
+    except BaseException as error:  # among them what files that hold no tokenizer lead to, and Rust's panics
         raise ValueError(
             f"no tokenizer at {name!r}: save one beside the model{in_python(', or pass it as `processing_class`')} "
             f"({'' if isinstance(error, OSError | ValueError) else type(error).__name__ + ': '}{_first_line(error)})"

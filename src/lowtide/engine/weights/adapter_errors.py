@@ -11,7 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -92,7 +92,7 @@ def _set_options(config: Any) -> dict[str, Any]:
     kind: Any = type(config)
     given: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
     if isinstance(config, Mapping):
-        kinds: Mapping[Any, Any] = PEFT_TYPE_TO_CONFIG_MAPPING
+        kinds = cast(Any, PEFT_TYPE_TO_CONFIG_MAPPING)
         named = config.get("peft_type")
         if not isinstance(named, str) or named not in kinds:
             return {"peft_type": named}

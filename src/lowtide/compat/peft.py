@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.compat.bitsandbytes import dense_of
-from lowtide.compat.torch import is_traceable_wrapper_subclass
+from lowtide.compat.torch import children_of, is_traceable_wrapper_subclass, parameters_in
 
 
 def adapters_switched_off(model: Any) -> bool:
@@ -127,6 +127,26 @@ def plain_lora(module: Any) -> PlainLora | str | None:
     if type(first) is not nn.Linear or type(second) is not nn.Linear or second.bias is not None:
         return "its adapter has more than two matrices"
     return PlainLora(first.weight, second.weight, module.scaling[name], module.lora_dropout[name])
+
+
+def marks_of_linear(module: Any) -> Iterator[Any]:
+    """What `linear_of` and `plain_lora` go by: where each is the same object as before, they say what they said. Past
+    `Module.__getattr__`, since a fused layer asks in each forward."""
+    own: dict[str, Any] = vars(module)
+    children: dict[str, Any] = own["_modules"]
+    base = children.get("base_layer", module)
+    yield base
+    yield from parameters_in(base)
+    if "lora_A" not in children:
+        return
+    active = own["_active_adapter"]
+    yield from (own["_disable_adapters"], bool(own["merged_adapters"]))
+    yield from (active,) if isinstance(active, str) else active
+    second, dropouts = children_of(children["lora_B"]), children_of(children["lora_dropout"])
+    for name, first in children_of(children["lora_A"]).items():
+        dropout: Any = dropouts[name]
+        yield from (*parameters_in(first), *parameters_in(second[name]), own["scaling"][name])
+        yield dropout.training and getattr(dropout, "p", 0.0)
 
 
 class StackLora(NamedTuple):

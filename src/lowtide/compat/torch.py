@@ -12,7 +12,7 @@ import datetime
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -447,6 +447,11 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def parameters_in(module: Any) -> Iterable[nn.Parameter | None]:
+    """The parameters that are a module's own, not its children's; none where there is no module."""
+    return () if module is None else module._parameters.values()
+
+
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of a model, each once and in the order of `Module.modules`, whose nested generators take ten times as
     long: a model with adapters has thousands, and a step asks for them more than once."""
@@ -466,7 +471,7 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a model, each once and in the order of `Module.parameters`, as fast as `modules_of`."""
     seen: set[int] = set()
     for module in modules_of(model):
-        for parameter in module._parameters.values():
+        for parameter in parameters_in(module):
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield parameter

@@ -278,6 +278,56 @@ def test_adapters_in_another_dtype_need_mixed_precision():
     assert why_not_fused(model, torch.bfloat16) is None
 
 
+def _scale(model):
+    for part in model.modules():
+        if hasattr(part, "set_scale"):
+            part.set_scale("default", 3.0)
+
+
+def _other_weight(model):
+    attention = model.base_model.model.model.layers[0].self_attn
+    attention.k_proj.base_layer.weight = nn.Parameter(attention.k_proj.base_layer.weight * 2, requires_grad=False)
+
+
+def _other_norm(model):
+    norm = copy.deepcopy(model.base_model.model.model.layers[1].input_layernorm)
+    norm.weight.data.mul_(2)
+    model.base_model.model.model.layers[1].input_layernorm = norm
+
+
+CHANGES = {
+    "adapters off": lambda model: model.base_model.disable_adapter_layers(),
+    "adapters merged": lambda model: model.merge_adapter(),
+    "another adapter": lambda model: model.set_adapter("other"),
+    "another scale": _scale,
+    "another weight": _other_weight,
+    "another norm": _other_norm,
+    "no dropout": lambda model: model.eval(),
+    "another dtype": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_layer_that_has_changed_is_read_anew(change):
+    found = []
+    for fuses in (False, True):
+        model = with_adapters(build(), lora_dropout=0.5)
+        model.add_adapter("other", model.peft_config["default"])
+        prepared(model)
+        if fuses:
+            fuse_layers(model)
+            run(model, separate())
+        CHANGES[change](model)
+        if "adapters" in change:  # nothing is left to train
+            found.append((loss_of(model, separate()).detach(), {}))
+        else:
+            found.append(run(model, separate()))
+    (wanted_loss, wanted), (loss, got) = found
+    torch.testing.assert_close(loss, wanted_loss)
+    if wanted:
+        assert_close(got, wanted, 5e-6)
+
+
 def _idle(model, **options: object) -> str | None:
     config = SFTConfig(use_cpu=True, bf16=False, report_to="none", **options)
     return TECHNIQUES["fused layers"].idle(Site(config, model, torch.device("cpu")))

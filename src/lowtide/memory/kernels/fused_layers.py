@@ -14,24 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lowtide.compat.bitsandbytes import dense_of
-from lowtide.compat.peft import PlainLora, linear_of, plain_lora
-from lowtide.compat.torch import FakeTensor, has_module_hooks
+from lowtide.compat.peft import PlainLora, linear_of, marks_of_linear, plain_lora
+from lowtide.compat.torch import FakeTensor, children_of, has_module_hooks, parameters_in
 from lowtide.compat.transformers import attention_function, attention_implementation, checkpointed_layers, plain_forward
 from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.layers.decoder_layer import DecoderLayer, decoder_layer
 from lowtide.ops.layers.layer_kernels import Activation, Norm
-from lowtide.ops.layers.lora_linear import Adapter, Projection
+from lowtide.ops.layers.lora_linear import Adapter, Projection, Together
+from lowtide.ops.target import autocast_dtype
 from lowtide.ragged import RaggedBatch
 
 WINDOW = {"sliding_window": "sliding_window"}
@@ -55,6 +58,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pyt
 CENTRED = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
 """Norms that multiply by 1 + weight."""
 ATTENTION, OUTPUT, GATES, DOWN = ("q_proj", "k_proj", "v_proj"), "o_proj", ("gate_proj", "up_proj"), "down_proj"
+LINEARS = {*ATTENTION, OUTPUT, *GATES, DOWN}
 HEAD_NORMS = ("q_norm", "k_norm")
 NORMS = {
     "pre_feedforward_layernorm": (
@@ -116,6 +120,7 @@ def fuse_layers(model: nn.Module, computed_in: torch.dtype | None = None) -> Cal
     def undo() -> None:
         for layer in fused:
             vars(layer).pop("forward", None)
+            _known.pop(layer, None)
 
     return undo
 
@@ -155,7 +160,7 @@ def _why_not(layer: Any, computed_in: torch.dtype | None) -> str | None:
             return reason
     found = layer.post_attention_layernorm.weight
     with torch.autocast(found.device.type, computed_in, enabled=computed_in is not None):
-        read = _read(layer, {}, computed_in or found.dtype)
+        read = _read(layer, computed_in or found.dtype)
     return read if isinstance(read, str) else None
 
 
@@ -209,13 +214,27 @@ class _Call:
         return out.reshape(len(query), -1)
 
 
+class _Known(NamedTuple):
+    """A layer as it was read, and by what one sees that it is as it was."""
+
+    marks: tuple[Any, ...]
+    layer: DecoderLayer
+    passed_on: dict[str, Any]
+
+
+_known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+
+
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     dtype = None if args else _dtype_here(hidden_states, kwargs)
-    layer = None if dtype is None else _read(self, kwargs, dtype)
-    if dtype is None or not isinstance(layer, DecoderLayer):
+    known = None if dtype is None else _known_layer(self, dtype)
+    if dtype is None or known is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    attention = self.self_attn
+    beside = {name: each for name, each in kwargs.items() if name not in PASSED}
+    attend = _Call(attention, {**beside, **known.passed_on})
     recompute = self.gradient_checkpointing and self.training
-    return decoder_layer(layer, hidden_states, _rotary(self.self_attn, kwargs), dtype, recompute=recompute)
+    return decoder_layer(known.layer, hidden_states, _rotary(attention, kwargs), attend, dtype, recompute=recompute)
 
 
 def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -224,8 +243,7 @@ def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
         return None  # a user's own call, generation, or ranks that split a batch
     if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
         return None
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return autocast_dtype(hidden.device) or hidden.dtype
 
 
 def _rotary(attention: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
@@ -235,7 +253,30 @@ def _rotary(attention: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | N
     return cos, sin
 
 
-def _read(layer: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> DecoderLayer | str:
+def _known_layer(layer: Any, dtype: torch.dtype) -> _Known | None:
+    """A layer for products in a dtype, read anew where something of it has changed; None where it is to run as it
+    was."""
+    marks = (dtype, torch.is_autocast_enabled(layer.post_attention_layernorm.weight.device.type), *_marks(layer))
+    known = _known.get(layer)
+    if known is None or len(known.marks) != len(marks) or not all(map(operator.is_, known.marks, marks)):
+        read = _read(layer, dtype)
+        if isinstance(read, str):
+            return None
+        known = _known[layer] = _Known(marks, read, _passed_on(layer.self_attn))
+    return known
+
+
+def _marks(layer: Any) -> Iterator[Any]:
+    """Of which one is another where a layer is to be read anew: modules, parameters, how adapters are switched."""
+    for part in children_of(layer).values():
+        yield part
+        yield from parameters_in(part)
+        for name, module in {} if part is None else children_of(part).items():
+            yield module
+            yield from marks_of_linear(module) if name in LINEARS else parameters_in(module)
+
+
+def _read(layer: Any, dtype: torch.dtype) -> DecoderLayer | str:
     """A layer as it is now, for products in a dtype; or why it is to run as it was, as a clause."""
     attention, parts = layer.self_attn, []
     for module in _linears(layer):
@@ -243,18 +284,16 @@ def _read(layer: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> DecoderLaye
         if isinstance(part, str):
             return part
         parts.append(part)
-    query, key, value, output, gate, up, down = parts
-    beside = {name: each for name, each in kwargs.items() if name not in PASSED}
     before, after = next(names for name, names in NORMS.items() if hasattr(layer, name))
     of_heads = tuple(_norm(attention, name) for name in HEAD_NORMS)
+    query, key, value, output, gate, up, down = parts
     return DecoderLayer(
         norms=(_norm(layer, before[0]), _norm(layer, before[1])),
-        attention=(query, key, value),
-        output=output,
-        gates=(gate, up),
-        down=down,
+        attention=Together((query, key, value)),
+        output=Together([output]),
+        gates=Together((gate, up)),
+        down=Together([down]),
         dim=attention.head_dim,
-        attend=_Call(attention, {**beside, **_passed_on(attention)}),
         after=(_norm(layer, after[0]), _norm(layer, after[1])),
         head_norms=None if of_heads[0] is None or of_heads[1] is None else (of_heads[0], of_heads[1]),
         activation=ACTIVATIONS[_activation(attention.config) or ""],

@@ -19,7 +19,7 @@ Shapes: tokens are those of all segments, end to end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,11 +38,14 @@ from lowtide.ops.layers.layer_kernels import (
     rms_norm_backward,
     rotate_,
 )
-from lowtide.ops.layers.lora_linear import Projection, Projections
+from lowtide.ops.layers.lora_linear import Projections, Together
 from lowtide.ops.surroundings import Surroundings
+from lowtide.ops.target import without_autocast
 
 Rotary = tuple[Float[Tensor, "tokens dim"], Float[Tensor, "tokens dim"]]
 """Cosines and sines."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of queries, keys and values [tokens, heads, dim], differentiable; gives [tokens, heads x dim]."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,15 @@ class DecoderLayer:
 
     norms: tuple[Norm | None, Norm | None]
     """Before attention, and before the MLP; None: the residual goes in as it is."""
-    attention: tuple[Projection, Projection, Projection]
+    attention: Together
     """To queries, keys and values."""
-    output: Projection
+    output: Together
     """Of what attention gathers."""
-    gates: tuple[Projection, Projection]
+    gates: Together
     """Gate and up."""
-    down: Projection
+    down: Together
     dim: int
     """Width of a head."""
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Attention of queries, keys and values [tokens, heads, dim], differentiable; gives [tokens, heads x dim]."""
     after: tuple[Norm | None, Norm | None] = (None, None)
     """Of what attention gives, and of what the MLP gives, before it is added; None: it is added as it is."""
     head_norms: tuple[Norm, Norm] | None = None
@@ -74,7 +75,7 @@ class DecoderLayer:
 
     def trained(self) -> list[Tensor]:
         """The parameters that a gradient is wanted of."""
-        found = [each for part in (*self.attention, self.output, *self.gates, self.down) for each in part.trained()]
+        found = [each for part in (self.attention, self.output, self.gates, self.down) for each in part.trained()]
         norms = (*self.norms, *self.after, *(self.head_norms or ()))
         return found + [norm.weight for norm in norms if norm is not None and norm.weight.requires_grad]
 
@@ -83,6 +84,7 @@ def decoder_layer(
     layer: DecoderLayer,
     hidden: Float[Tensor, "*rows width"],
     rotary: Rotary | None,
+    attend: Attend,
     dtype: torch.dtype,
     *,
     recompute: bool,
@@ -92,15 +94,17 @@ def decoder_layer(
     Args:
         layer: the layer.
         rotary: of all tokens; None for a layer without rotary embeddings.
+        attend: its attention.
         dtype: of its products.
         recompute: whether it keeps its input alone for backward.
     """
     parameters = layer.trained()
     if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
         x = hidden.reshape(-1, hidden.shape[-1])
-        return _Pass(layer, dtype, rotary).forward(x).view(hidden.shape)
+        with without_autocast(x.device):
+            return _Pass(layer, attend, dtype, rotary).forward(x).view(hidden.shape)
     cos, sin = rotary or (None, None)
-    return _Layer.apply(layer, dtype, recompute, hidden, cos, sin, *parameters)
+    return _Layer.apply(layer, attend, dtype, recompute, hidden, cos, sin, *parameters)
 
 
 class _Attended(NamedTuple):
@@ -124,16 +128,19 @@ class _Pass:
 
     Args:
         layer: the layer.
+        attention_of: its attention.
         dtype: of the products.
         rotary: cosines and sines.
         back: whether it goes backward.
     """
 
-    def __init__(self, layer: DecoderLayer, dtype: torch.dtype, rotary: Rotary | None, *, back: bool = False) -> None:
-        self.layer, self.dtype, self.rotary = layer, dtype, rotary
+    def __init__(
+        self, layer: DecoderLayer, attention_of: Attend, dtype: torch.dtype, rotary: Rotary | None, back: bool = False
+    ) -> None:
+        self.layer, self.attention_of, self.dtype, self.rotary = layer, attention_of, dtype, rotary
         make = partial(Projections, dtype=dtype, again=back)
-        self.attention, self.output = make(layer.attention), make([layer.output])
-        self.gates, self.down = make(layer.gates), make([layer.down])
+        self.attention, self.output = make(layer.attention), make(layer.output)
+        self.gates, self.down = make(layer.gates), make(layer.down)
         self.found: dict[int, Tensor] = {}
         """By the `id` of a norm's weight, its gradient."""
 
@@ -173,7 +180,7 @@ class _Pass:
         """Attention, with a graph or without one."""
         with torch.enable_grad() if graph else contextlib.nullcontext():
             leaves = [each.detach().requires_grad_(graph) for each in (query, key, value)]
-            return _Attended(leaves[0], leaves[1], leaves[2], self.layer.attend(*leaves))
+            return _Attended(leaves[0], leaves[1], leaves[2], self.attention_of(*leaves))
 
     def residual(self, x: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual after attention, of what it gathered; and what was normed for it, if something was."""
@@ -302,10 +309,10 @@ class _Pass:
             self.found[id(norm.weight)] = of_weight
         return found
 
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """What was found of a parameter."""
-        places = (self.found, *(each.found for each in (self.attention, self.output, self.gates, self.down)))
-        return next((found[id(parameter)] for found in places if id(parameter) in found), None)
+    def gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """What was found of parameters."""
+        found = self.found | self.attention.found | self.output.found | self.gates.found | self.down.found
+        return [found.get(id(each)) for each in parameters]
 
 
 def _rows(x: Tensor, norm: Norm) -> Tensor:
@@ -313,11 +320,16 @@ def _rows(x: Tensor, norm: Norm) -> Tensor:
     return x.view(-1, norm.weight.shape[0])
 
 
+HIDDEN = 4
+"""Which of `_Layer`'s arguments is the layer's input."""
+
+
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         layer: DecoderLayer,
+        attend: Attend,
         dtype: torch.dtype,
         recompute: bool,
         hidden: Tensor,
@@ -325,20 +337,21 @@ class _Layer(torch.autograd.Function):
         sin: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.layer, ctx.dtype, ctx.parameters = layer, dtype, parameters
-        ctx.surroundings = Surroundings(hidden, layer.random)
+        ctx.layer, ctx.attend, ctx.dtype, ctx.parameters = layer, attend, dtype, parameters
         x = hidden.reshape(-1, hidden.shape[-1])
-        work = _Pass(layer, dtype, None if cos is None or sin is None else (cos, sin))
+        work = _Pass(layer, attend, dtype, None if cos is None or sin is None else (cos, sin))
         ctx.attended, kept = None, []
-        if recompute:
-            out = work.forward(x)
-        else:
-            heads, raw = work.heads(work.normed(x, layer.norms[0])[0])
-            ctx.attended = work.attend(*heads, graph=True)
-            mid, first = work.residual(x, ctx.attended.out.detach())
-            gate, up = work.gated(mid)
-            out, second = work.last(mid, work.inner(gate, up))
-            kept = [mid, gate, up, first, second, *(raw or ())]
+        with without_autocast(x.device):
+            ctx.surroundings = Surroundings(hidden, layer.random)
+            if recompute:
+                out = work.forward(x)
+            else:
+                heads, raw = work.heads(work.normed(x, layer.norms[0])[0])
+                ctx.attended = work.attend(*heads, graph=True)
+                mid, first = work.residual(x, ctx.attended.out.detach())
+                gate, up = work.gated(mid)
+                out, second = work.last(mid, work.inner(gate, up))
+                kept = [mid, gate, up, first, second, *(raw or ())]
         ctx.save_for_backward(x, cos, sin, *kept)
         return out.view(hidden.shape)
 
@@ -349,9 +362,9 @@ class _Layer(torch.autograd.Function):
         layer, shape = ctx.layer, grads[0].shape
         grad = grads[0].reshape(x.shape)
         norm = layer.norms[0]
-        goes_on = ctx.needs_input_grad[3] or (norm is not None and norm.weight.requires_grad)
+        goes_on = ctx.needs_input_grad[HIDDEN] or (norm is not None and norm.weight.requires_grad)
         with ctx.surroundings.restored():
-            work = _Pass(layer, ctx.dtype, None if cos is None else (cos, sin), back=True)
+            work = _Pass(layer, ctx.attend, ctx.dtype, None if cos is None else (cos, sin), back=True)
             normed = work.normed(x, norm)
             if kept:
                 mid, gate, up, first, second, *both = kept
@@ -369,6 +382,6 @@ class _Layer(torch.autograd.Function):
             between = work.mlp_backward(grad, mid, gated, second)
             del mid, grad, second
             found = work.attention_backward(between, x, normed, attended, (raw, first), goes_on)
-        of_hidden = found.view(shape) if found is not None and ctx.needs_input_grad[3] else None
-        gradients = (work.gradient_of(each) for each in ctx.parameters)
-        return None, None, None, of_hidden, None, None, *gradients
+        of_hidden = found.view(shape) if found is not None and ctx.needs_input_grad[HIDDEN] else None
+        before, after = (None,) * HIDDEN, (None, None)
+        return *before, of_hidden, *after, *work.gradients(ctx.parameters)

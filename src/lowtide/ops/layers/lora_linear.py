@@ -13,8 +13,7 @@ Shapes: `inputs` and `outputs` are those of a layer, `rank` its adapter's; a pro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -51,16 +50,42 @@ class Projection(NamedTuple):
         return [each for each in (self.weight, self.bias, *adapted) if each is not None and each.requires_grad]
 
 
-@dataclass
-class _Copies:
+class Together:
+    """Linear layers that read one input, and what of them stays from pass to pass.
+
+    Attributes:
+        parts: the layers.
+        adapters: of those that have one, in their order; their ranks are one beside the other.
+        places: by the number of a layer, which of the adapters is its own.
+        columns: of each adapter, among the ranks.
+        drops: whether an adapter drops some of its input.
+    """
+
+    def __init__(self, parts: Sequence[Projection]) -> None:
+        self.parts = parts
+        numbers = [number for number, part in enumerate(parts) if part.adapter is not None]
+        self.adapters = [part.adapter for part in parts if part.adapter is not None]
+        self.places = {number: place for place, number in enumerate(numbers)}
+        self.ranks = [each.first.shape[0] for each in self.adapters]
+        stops = [0, *accumulate(self.ranks)]
+        self.columns = [slice(*each) for each in pairwise(stops)]
+        self.drops = any(each.drop is not None for each in self.adapters)
+        matrices = [*(each.first for each in self.adapters), *(each.second for each in self.adapters)]
+        self.shapes = [each.shape for each in matrices]
+        self.sizes = [each.numel() for each in matrices]
+
+    def trained(self) -> list[Tensor]:
+        """The parameters that a gradient is wanted of."""
+        return [each for part in self.parts for each in part.trained()]
+
+
+class _Copies(NamedTuple):
     """Adapters in the dtype of the products."""
 
     first: Float[Tensor, "ranks inputs"]
     """All first matrices, one under the other."""
-    second: list[Tensor]
+    second: Sequence[Tensor]
     """[outputs, rank] of each."""
-    columns: list[slice]
-    """Of each, among the ranks."""
 
 
 class Projections:
@@ -71,7 +96,7 @@ class Projections:
     come after `input_gradient`.
 
     Args:
-        parts: the layers.
+        parts: the layers; as `Together`, where they are passed through more than once.
         dtype: of all products.
         again: whether weights that are cast or dequantized for a product are kept for that of `input_gradient`.
 
@@ -79,33 +104,33 @@ class Projections:
         found: by the `id` of a parameter, its gradient.
     """
 
-    def __init__(self, parts: Sequence[Projection], dtype: torch.dtype, *, again: bool = False) -> None:
-        self.parts, self.dtype, self.again = parts, dtype, again
+    def __init__(self, parts: Sequence[Projection] | Together, dtype: torch.dtype, *, again: bool = False) -> None:
+        self.layers = parts if isinstance(parts, Together) else Together(parts)
+        self.parts, self.dtype, self.again = self.layers.parts, dtype, again
         self.found: dict[int, Tensor] = {}
-        self.drops = any(part.adapter is not None and part.adapter.drop is not None for part in parts)
-        self._adapted = [(number, part.adapter) for number, part in enumerate(parts) if part.adapter is not None]
+        self.drops = self.layers.drops
         self._copies: _Copies | None = None
         self._weights: dict[int, Tensor] = {}
-        self._reduced: dict[int, Tensor] = {}
-        self._dropped: dict[int, tuple[Tensor, Tensor]] = {}
+        self._reduced: Sequence[Tensor] = ()
+        self._dropped: list[tuple[Tensor, Tensor]] = []
         self._slopes: Tensor | None = None
 
     # -- forward --------------------------------------------------------------------------------------------------
 
     def reduce(self, x: Float[Tensor, "tokens inputs"]) -> None:
         """The products with the adapters' first matrices, of the input after dropout."""
-        if not self._adapted:
+        layers = self.layers
+        if not layers.adapters:
             return
-        copies = self._adapters()
-        if not self.drops:
-            together = x @ copies.first.t()
-            self._reduced = {
-                number: together[:, own] for (number, _), own in zip(self._adapted, copies.columns, strict=True)
-            }
+        first = self._adapters().first
+        if not layers.drops:
+            self._reduced = torch.split_with_sizes(x @ first.t(), layers.ranks, 1)
             return
-        for (number, adapter), own in zip(self._adapted, copies.columns, strict=True):
-            self._dropped[number] = leaf, kept = _dropped(x, adapter)
-            self._reduced[number] = (x if kept is leaf else kept.detach()) @ copies.first[own].t()
+        self._dropped = [_dropped(x, adapter) for adapter in layers.adapters]
+        self._reduced = [
+            (x if kept is leaf else kept.detach()) @ first[own].t()
+            for (leaf, kept), own in zip(self._dropped, layers.columns, strict=True)
+        ]
 
     def product(
         self, x: Float[Tensor, "tokens inputs"], number: int, onto: Tensor | None = None, factor: float = 1.0
@@ -124,7 +149,8 @@ class Projections:
             start = bias if onto is None else torch.add(onto, bias, alpha=factor)
         if part.adapter is None:
             return x @ weight.t() if start is None else torch.addmm(start, x, weight.t(), alpha=factor)
-        reduced, second = self._reduced[number], self._second(number)
+        place = self.layers.places[number]
+        reduced, second = self._reduced[place], self._adapters().second[place]
         scale = factor * part.adapter.scale
         if start is None:
             out = _scaled(reduced, second.t(), scale)
@@ -137,13 +163,12 @@ class Projections:
     def input_gradient(self, grads: Sequence[Tensor]) -> Float[Tensor, "tokens inputs"]:
         """The gradient at the input, of those at the outputs, [tokens, outputs] in the dtype of the products."""
         found: Tensor | None = None
-        if self._adapted:
+        if self.layers.adapters:
             slopes, first = self._of_ranks(grads), self._adapters().first
             if not self.drops:
                 found = slopes @ first
             else:
-                for (number, _), own in zip(self._adapted, self._adapters().columns, strict=True):
-                    leaf, kept = self._dropped[number]
+                for (leaf, kept), own in zip(self._dropped, self.layers.columns, strict=True):
                     back = slopes[:, own] @ first[own]
                     (part,) = (back,) if kept is leaf else torch.autograd.grad(kept, leaf, back)
                     found = part if found is None else found.add_(part)
@@ -163,33 +188,35 @@ class Projections:
             if part.bias is not None and part.bias.requires_grad:
                 wide = torch.promote_types(grad.dtype, torch.float32)
                 self.found[id(part.bias)] = grad.sum(0, dtype=wide).to(part.bias.dtype)
-        if not any(each.requires_grad for _, adapter in self._adapted for each in adapter[:2]):
+        layers = self.layers
+        if not any(each.requires_grad for adapter in layers.adapters for each in adapter[:2]):
             return
-        copies, slopes = self._adapters(), self._of_ranks(grads)
+        slopes = self._of_ranks(grads)
         into: list[Tensor] = []
-        if not self.drops and all(adapter.first.requires_grad for _, adapter in self._adapted):
-            into += (slopes.t() @ x).split([own.stop - own.start for own in copies.columns])
+        if not layers.drops and all(adapter.first.requires_grad for adapter in layers.adapters):
+            into += torch.split_with_sizes(slopes.t() @ x, layers.ranks)
         else:
-            for (number, adapter), own in zip(self._adapted, copies.columns, strict=True):
+            for place, (adapter, own) in enumerate(zip(layers.adapters, layers.columns, strict=True)):
                 if adapter.first.requires_grad:
-                    kept = x if number not in self._dropped else self._dropped[number][1].detach()
+                    kept = self._dropped[place][1].detach() if layers.drops else x
                     into.append(slopes[:, own].t() @ kept)
-        targets = [adapter.first for _, adapter in self._adapted if adapter.first.requires_grad]
-        for number, adapter in self._adapted:
+        targets = [adapter.first for adapter in layers.adapters if adapter.first.requires_grad]
+        for number, place in layers.places.items():
+            adapter = layers.adapters[place]
             if adapter.second.requires_grad:
-                into.append(_scaled(grads[number].t(), self._reduced[number], adapter.scale))
+                into.append(_scaled(grads[number].t(), self._reduced[place], adapter.scale))
                 targets.append(adapter.second)
         self.found |= {id(target): each for target, each in zip(targets, _as(targets, into), strict=True)}
 
     def _of_ranks(self, grads: Sequence[Tensor]) -> Float[Tensor, "tokens ranks"]:
         """The gradients at the products with the first matrices, side by side."""
         if self._slopes is None:
-            columns = self._adapters().columns
-            slopes = grads[0].new_empty(grads[0].shape[0], columns[-1].stop)
-            for (number, adapter), own in zip(self._adapted, columns, strict=True):
-                part = slopes[:, own]
-                torch.addmm(part, grads[number], self._second(number), beta=0, alpha=adapter.scale, out=part)
-            self._slopes = slopes
+            layers, second = self.layers, self._adapters().second
+            self._slopes = grads[0].new_empty(grads[0].shape[0], sum(layers.ranks))
+            parts = torch.split_with_sizes(self._slopes, layers.ranks, 1)
+            for number, place in layers.places.items():
+                part, scale = parts[place], layers.adapters[place].scale
+                torch.addmm(part, grads[number], second[place], beta=0, alpha=scale, out=part)
         return self._slopes
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -204,35 +231,26 @@ class Projections:
             self._weights[number] = made
         return made
 
-    def _second(self, number: int) -> Tensor:
-        place = next(place for place, (each, _) in enumerate(self._adapted) if each == number)
-        return self._adapters().second[place]
-
     def _adapters(self) -> _Copies:
         if self._copies is None:
-            adapters = [adapter for _, adapter in self._adapted]
-            stops = [0]
-            for each in adapters:
-                stops.append(stops[-1] + each.first.shape[0])
-            first = [each.first.detach() for each in adapters]
-            second = [each.second.detach() for each in adapters]
-            if len(adapters) > 1 or first[0].dtype != self.dtype:
-                first, second = _copied(first, second, self.dtype)
-            self._copies = _Copies(first[0], second, [slice(*each) for each in pairwise(stops)])
+            layers = self.layers
+            first = [each.first.detach() for each in layers.adapters]
+            second = [each.second.detach() for each in layers.adapters]
+            if len(first) == 1 and first[0].dtype == self.dtype:
+                self._copies = _Copies(first[0], second)
+            else:
+                self._copies = self._copied(first + second)
         return self._copies
 
-
-def _copied(first: Sequence[Tensor], second: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Copies in a dtype, side by side in memory and made at once; the first matrices as one."""
-    sources = [*first, *second]
-    flat = first[0].new_empty(sum(each.numel() for each in sources), dtype=dtype)
-    copies = [
-        part.view(each.shape)
-        for part, each in zip(flat.split([each.numel() for each in sources]), sources, strict=True)
-    ]
-    copy_each(copies, sources)
-    ranks, width = sum(each.shape[0] for each in first), first[0].shape[1]
-    return [flat[: ranks * width].view(ranks, width)], copies[len(first) :]
+    def _copied(self, sources: list[Tensor]) -> _Copies:
+        """Copies in the dtype of the products, side by side in memory and made at once."""
+        layers, count = self.layers, len(self.layers.adapters)
+        flat = sources[0].new_empty(sum(layers.sizes), dtype=self.dtype)
+        parts = torch.split_with_sizes(flat, layers.sizes)
+        copies = [part.view(shape) for part, shape in zip(parts, layers.shapes, strict=True)]
+        copy_each(copies, sources)
+        ranks, width = sum(layers.ranks), layers.shapes[0][1]
+        return _Copies(flat[: ranks * width].view(ranks, width), copies[count:])
 
 
 def _as(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -147,7 +147,7 @@ def test_completions_of_prompts_are_those_of_pairs(tokenizer, marks):
     expected = [(each["prompt"], each["chosen"]) for each in map(texts, [tokenizer] * 2, prepared(PAIRS, tokenizer))]
     assert learned(rows, tokenizer) == expected
     talks = [{"messages": row["prompt"] + row["chosen"]} for row in PAIRS]
-    assert learned(talks, tokenizer, last_turn_only=True, one_segment=True) == expected
+    assert learned(talks, tokenizer, last_turn_only=True) == expected
     assert learned(rows, tokenizer, turns="whole") != expected
     if not marks:
         assert all(context.endswith("<think>\n") for context, _ in expected)

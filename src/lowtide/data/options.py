@@ -98,8 +98,6 @@ class PrepareOptions(TurnOptions):
     assistant_only_loss: bool = False
     """Score only what the assistant says; for conversations. `turns` and its like are read with it, and of rows with a
     prompt and a completion where the completion alone is scored."""
-    one_segment: bool = False
-    """Whether a row has to be one segment, so that turns of the assistant are scored in the whole conversation."""
     roles_to_train: Sequence[str] | None = None
     """The roles of the messages that are scored. None: the assistant."""
     train_on_last_turn_only: bool = False

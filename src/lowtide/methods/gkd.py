@@ -72,11 +72,6 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, TeacherOptions):
         """The completion of a conversation is its last message, as in TRL, unless all of the assistant's are scored."""
         return not self.assistant_only_loss
 
-    @property
-    def one_segment(self) -> bool:
-        """A row is one segment, whose completion may be written anew."""
-        return True
-
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
 
@@ -111,7 +106,8 @@ class PromptedTexts(Texts):
     def collator(
         self, options: Any, *, sharing: bool, score_rule: ScoreRule, reader: ImageReader | None = None
     ) -> Callable:
-        return PromptedCollator(score_rule, reader, most=options.most_written if options.writes else 0)
+        most = options.most_written if options.writes else 0
+        return PromptedCollator(score_rule, reader, sharing=sharing, most=most)
 
     def drawing(
         self,

@@ -37,6 +37,10 @@ class TextOptions:
     )
     max_prompt_length: int | None = option(None, "Most tokens of a prompt; its end is kept.", COUNT)
     max_completion_length: int | None = option(None, "Most tokens of a completion; its start is kept.", COUNT)
+    prefix_sharing: bool = option(
+        True,
+        "Compute what the rounds of a conversation have in common once. False repeats it; the numbers are equal.",
+    )
     shuffle_dataset: bool = option(False, "Shuffle the rows once, before they are packed.")
     packing: bool = option(False, "Put several rows into one bin of `max_length` tokens; they never see each other.")
     packing_strategy: str = option(
@@ -103,10 +107,6 @@ class SFTOptions(TextOptions, TurnOptions, VisionOptions):
     )
     train_on_last_turn_only: bool = option(
         False, "With `assistant_only_loss`: score only the last of the assistant's messages."
-    )
-    prefix_sharing: bool = option(
-        True,
-        "Compute what the rounds of a conversation have in common once. False repeats it; the numbers are equal.",
     )
     label_smoothing_factor: float = option(0.0, "Share of the uniform distribution in each target.")
 

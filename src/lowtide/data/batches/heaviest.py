@@ -10,7 +10,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from lowtide.data.batches.completion_rounds import round_columns
-from lowtide.data.batches.shared_rounds import tokens_before
+from lowtide.data.batches.shared_rounds import WholeRounds, tokens_before
 from lowtide.data.batches.token_rows import PREFIX, PREFIX_LENGTH, SEGMENTS
 
 STARTS = 256
@@ -28,10 +28,11 @@ def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) ->
     """
     if not isinstance(dataset, Dataset):
         return None
-    if hasattr(collator, "row_lengths"):
-        return collator.row_lengths(dataset)
+    own = collator.collator if isinstance(collator, WholeRounds) else collator
+    if hasattr(own, "row_lengths"):
+        return own.row_lengths(dataset)
     if PREFIX in dataset.column_names and not getattr(collator, "sharing", True):
-        return _of_segments(dataset, np.add)
+        return of_segments(dataset, np.add)
     counted = _token_counts(dataset)
     if counted is None:
         return None
@@ -94,14 +95,14 @@ def check_positions(
 def _positions(dataset: Dataset) -> np.ndarray | None:
     """[rows]: the positions that each row takes, which begin anew in each packed segment and behind each prompt."""
     if SEGMENTS in dataset.column_names:
-        return _of_segments(dataset, np.maximum)
+        return of_segments(dataset, np.maximum)
     counted = _token_counts(dataset)
     if counted is None:
         return None
     return np.maximum.reduce(_with_contexts(dataset, counted, np.maximum) or [*counted.values()])
 
 
-def _of_segments(dataset: Dataset, added_up: np.ufunc) -> np.ndarray:
+def of_segments(dataset: Dataset, added_up: np.ufunc) -> np.ndarray:
     """[rows]: of the lengths of the segments of each row, each with what it goes on from."""
     columns = [name for name in (SEGMENTS, PREFIX, PREFIX_LENGTH) if name in dataset.column_names]
     found = []

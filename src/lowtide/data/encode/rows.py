@@ -69,7 +69,6 @@ class RowEncoder:
         self.kind = first.kind
         options.check_for(first, source)
         answers = self._learns_answers(first)
-        self.by_rounds = (options.assistant_only_loss or answers) and not options.one_segment
         self.text = TextEncoder(tokenizer) if isinstance(first, TextSample) else None
         self.chat = (
             ChatEncoder.for_rows(
@@ -77,14 +76,14 @@ class RowEncoder:
                 in_parts=options.contents_in_parts,
                 stop_ids=options.stop_ids,
                 thought_end=options.thought_end,
-                by_turns=options.turns == "as_generated" and (self.by_rounds or answers),
+                by_turns=options.turns == "as_generated" and (options.assistant_only_loss or answers),
                 heeds_marks=options.assistant_only_loss,
             )
             if isinstance(first, ChatSample)
             else None
         )
         self.roles = trained_roles(["assistant"] if options.roles_to_train is None else options.roles_to_train)
-        self.by_rounds &= self.chat is not None and self.chat.by_turns
+        self.by_rounds = self.chat is not None and self.chat.by_turns
         self._check_trained(first)
         if self.chat is not None and (options.assistant_only_loss or self.by_rounds):
             lengths = LENGTHS_FEATURE if self.by_rounds else {}
@@ -179,8 +178,6 @@ class RowEncoder:
         assert self.chat is not None
         if self.by_rounds:
             return self._encode_rounds(self.chat, samples, place)
-        if self.chat.by_turns:
-            return self._encode_answers(self.chat, samples, place)
         weights = None
         if self.options.assistant_only_loss:
             wanted = [self._wanted(sample, index, place, 0) for index, sample in enumerate(samples)]
@@ -191,13 +188,6 @@ class RowEncoder:
         if samples[0].prompt_messages is None:
             return _rows(*flatten(token_ids), weights)
         return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, weights)
-
-    def _encode_answers(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
-        generated = [sample.has_one_answer for sample in samples]
-        answers = chat.encode_answers(samples, place, generated)
-        rows = self._after_prompts([each.prompt for each in answers], [each.token_ids for each in answers])
-        doubts = np.array([each.doubt for each in answers], dtype=np.int64) | Doubt.SEVERAL_TURNS * ~np.array(generated)
-        return replace(rows, doubts=doubts)
 
     def _encode_rounds(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
         all_count = self.options.completion_only_loss is False

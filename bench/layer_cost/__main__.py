@@ -3,7 +3,8 @@
 A step of 16 rows of 1,024 tokens (4 of QLoRA), checkpointed, in bfloat16, as the planner traces it: the operations that
 the device would be asked for, the bytes that they move, and their floating-point operations. Counted of a layer is what
 one in the middle takes in forward, recomputation and backward; views and memory that is only taken are free. The
-seconds are the planner's roofline (`lowtide.planner.speed`), nothing is measured.
+seconds are the planner's roofline (`lowtide.planner.speed`), nothing is measured. With `--host` the time is measured
+that the host takes for such a layer, beside one of transformers and PEFT (`bench.layer_cost.host`).
 """
 
 import argparse
@@ -11,6 +12,8 @@ import json
 import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+from bench.layer_cost.host import host_cost
 
 SUMMARY = "Count what a decoder layer costs on a GPU: operations, bytes, products, from the planner's trace."
 TOKENS = 1024
@@ -111,10 +114,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.layer_cost", description=SUMMARY)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--device", default="h200", help="whose rates the seconds are of (default: h200)")
+    parser.add_argument("--host", action="store_true", help="time the host's part instead, beside layers as they were")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(argv)
     try:
-        found = layer_cost(options.case, options.device)
+        found = host_cost(CASES[options.case].adapters) if options.host else layer_cost(options.case, options.device)
     except ValueError as reason:
         parser.error(str(reason))
     if options.json:

@@ -5,7 +5,7 @@ What a decoder layer's own backward (`ops.layers.decoder_layer`) is made of. A L
 Here the small product comes first and the large one adds to it in its own epilogue (`addmm`), which has the scale too;
 the first matrices of layers that read one input are one matrix; and the gradients at that input meet in one buffer.
 
-Products are of one dtype, to which weights and adapters are cast for a pass. A gradient has its parameter's dtype.
+All of it is called under `torch.no_grad`. Products are of one dtype, to which weights and adapters are cast for a pass. A gradient has its parameter's dtype.
 
 Shapes: `inputs` and `outputs` are those of a layer, `rank` its adapter's; a product's rows are tokens.
 """
@@ -145,7 +145,7 @@ class Projections:
         part, weight = self.parts[number], self._weight(number)
         start = onto
         if part.bias is not None:
-            bias = part.bias.to(self.dtype)
+            bias = _in(part.bias, self.dtype)
             start = bias if onto is None else torch.add(onto, bias, alpha=factor)
         if part.adapter is None:
             return x @ weight.t() if start is None else torch.addmm(start, x, weight.t(), alpha=factor)
@@ -226,7 +226,7 @@ class Projections:
         if number in self._weights:
             return self._weights[number]
         part = self.parts[number]
-        made = part.weight.detach().to(self.dtype) if part.dense is None else part.dense(self.dtype)
+        made = _in(part.weight, self.dtype) if part.dense is None else part.dense(self.dtype)
         if self.again:
             self._weights[number] = made
         return made
@@ -234,8 +234,8 @@ class Projections:
     def _adapters(self) -> _Copies:
         if self._copies is None:
             layers = self.layers
-            first = [each.first.detach() for each in layers.adapters]
-            second = [each.second.detach() for each in layers.adapters]
+            first = [each.first for each in layers.adapters]
+            second = [each.second for each in layers.adapters]
             if len(first) == 1 and first[0].dtype == self.dtype:
                 self._copies = _Copies(first[0], second)
             else:
@@ -251,6 +251,10 @@ class Projections:
         copy_each(copies, sources)
         ranks, width = sum(layers.ranks), layers.shapes[0][1]
         return _Copies(flat[: ranks * width].view(ranks, width), copies[count:])
+
+
+def _in(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _as(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:

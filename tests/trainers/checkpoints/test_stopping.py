@@ -263,6 +263,19 @@ def test_signals_are_left_alone_without_a_grace_and_beside_the_main_thread():
     assert found == [handler, handler]
 
 
+def test_without_memory_for_a_thread_a_run_goes_on_and_signals_are_left_alone(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    files, done = len(os.listdir("/proc/self/fd")), []
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with StopRequest(30, print, print, interrupts=True).received():
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+        done.append(True)
+    assert (done, len(os.listdir("/proc/self/fd"))) == ([True], files)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_that_are_ignored_stay_so_and_tests_have_them_all_the_same(number, tmp_path):
     """As in a job that a shell runs in the background."""

@@ -108,7 +108,12 @@ class StopRequest:
         others_pipe = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         told = others_pipe if self._tells else -1
         thread = threading.Thread(target=self._watch, args=(told,), name="lowtide-signals", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no memory for its stack: the run goes on, to say what it has no memory for
+            self._put_back(others_pipe)
+            yield
+            return
         _received.append(self)
         try:
             yield
@@ -117,11 +122,7 @@ class StopRequest:
             os.write(self._write, END)
             thread.join()  # it says what the signal led to
             _received.remove(self)
-            signal.set_wakeup_fd(others_pipe)
-            signal.signal(signal.SIGTERM, self._earlier)
-            if self.interrupts:
-                signal.signal(signal.SIGINT, self._earlier_interrupt)
-            self._close()
+            self._put_back(others_pipe)
 
     def handles(self) -> bool:
         """Whether its handler is that of the process now."""
@@ -185,6 +186,14 @@ class StopRequest:
                 os._exit(status)
 
         threading.Thread(target=end, daemon=True).start()
+
+    def _put_back(self, others_pipe: int) -> None:
+        """Leaves signals as they were found."""
+        signal.set_wakeup_fd(others_pipe)
+        signal.signal(signal.SIGTERM, self._earlier)
+        if self.interrupts:
+            signal.signal(signal.SIGINT, self._earlier_interrupt)
+        self._close()
 
     def _close(self) -> None:
         os.close(self._write)

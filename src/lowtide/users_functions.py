@@ -72,10 +72,19 @@ def stopping_nobody() -> Iterator[None]:
     except BaseException as error:
         if interrupted:
             raise
-        raise RuntimeError(": ".join([type(error).__name__, *map(str, error.args)])) from error
+        raise RuntimeError(": ".join([type(error).__name__, *map(words_of, error.args)])) from error
     finally:
         if watched:
             signal.signal(signal.SIGINT, before)
+
+
+def words_of(value: Any, write: Callable[[Any], str] = str) -> str:
+    """The text of an object of a user's class; the name of the class where it raises in place of giving one."""
+    try:
+        with stopping_nobody():
+            return write(value)
+    except Exception:
+        return type(value).__name__
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from lowtide.process.ways_out import by_command
 from lowtide.renamed import replaced
 from lowtide.spelling import nearest
 from lowtide.trainers.checkpoints.signals import stopping_at_once
-from lowtide.users_functions import is_from_user
+from lowtide.users_functions import is_from_user, words_of
 
 OF_OTHER_COMMANDS = {
     "--budget": "gpus takes no --budget, which is each device's memory: lowtide plan and lowtide estimate take one",
@@ -163,7 +163,7 @@ def _said(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "a file, a row or a template that the run reads is nested too deeply to be read"
     if is_from_user(error):
-        return f"{type(error).__name__}: {error}."
+        return f"{type(error).__name__}: {words_of(error)}."
     return str(error) or type(error).__name__
 
 

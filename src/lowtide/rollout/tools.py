@@ -17,7 +17,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from lowtide.parsing import parse_json
 from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited, name_of
 from lowtide.rollout.readable import readable
-from lowtide.users_functions import stopping_nobody
+from lowtide.users_functions import stopping_nobody, words_of
 
 Tool = Callable[..., Any]
 Schema = dict[str, Any]
@@ -133,13 +133,8 @@ def _answer(name: str, result: Any, caller: Caller) -> Answer:
 
 
 def _failed(name: str, error: Exception) -> Answer:
-    """The answer to a call that raised; the error's type where it has no text."""
-    try:
-        with stopping_nobody():
-            said = str(readable(str(error)))
-    except Exception:
-        said = type(error).__name__
-    return Answer(name, str({"error": said}), failed=True)
+    """The answer to a call that raised."""
+    return Answer(name, str({"error": readable(words_of(error))}), failed=True)
 
 
 def text_of_result(result: Any, name: str) -> str:

@@ -181,7 +181,44 @@ async def raises_later(completions, answer):
     return [1 / int(each) for each in answer]
 
 
+class Endless:
+    """A list of any index, of values that raise whatever is done with them."""
+
+    def __init__(self, value=None):
+        self.value = value
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if self.value is None:
+            raise KeyError(index)
+        return self.value
+
+    def __float__(self):
+        raise OSError("no number")
+
+    __repr__ = __float__  # type: ignore[assignment]
+
+
+class Wordless(Exception):
+    def __str__(self):
+        raise OSError
+
+
+def raises_without_words(completions):
+    raise Wordless
+
+
 WRONG = {
+    "a list that raises": (
+        lambda completions: Endless(),
+        "a Endless, reading which raised KeyError: 0",
+    ),
+    "values that raise": (lambda completions: Endless(Endless()), "returned Endless for completion 0"),
+    "an error without words": (raises_without_words, "raised Wordless: Wordless, for completion 0"),
+    "no device": (lambda completions: torch.ones(4, device="meta"), "returned tensor.*meta.* for completion 0"),
+    "no list": (lambda completions: torch.tensor(1.0), "a Tensor, reading which raised TypeError: "),
     "too few": (lambda completions: [1.0], "'<lambda>' returned 1 rewards for 4 completions"),
     "a number": (lambda completions: 1.0, "returned a float"),
     "nothing": (lambda completions: None, "returned a NoneType"),
@@ -203,6 +240,10 @@ def test_what_is_no_reward_stops_with_the_name_and_the_row(case):
     function, message = WRONG[case]
     with pytest.raises(ValueError, match=message):
         Rewards([lengths, function])(completed())
+
+
+def test_a_list_without_end_is_read_as_far_as_its_length():
+    assert Rewards([lambda completions: Endless(2.0)])(completed())[:, 0].tolist() == [2.0] * 4
 
 
 @pytest.mark.parametrize("kind", ["sync", "async", "async that blocks"])

@@ -7,6 +7,7 @@ completion. So each is refused where it arises, with the function's name and the
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited
 from lowtide.rollout.rewards.beside import LoggedWrongly
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.spelling import nearest
+from lowtide.users_functions import stopping_nobody, words_of
 
 BLAME_SECONDS = 10.0
 """How long a function that raised is called again, completion by completion, to find the one that it raises on."""
@@ -89,7 +91,7 @@ class FunctionReward:
             )
         if isinstance(error, LoggedWrongly):
             return ValueError(f"reward function {self.name!r}: {error}")
-        text = f"{type(error).__name__}: {error}"[:LINE]
+        text = f"{type(error).__name__}: {words_of(error)}"[:LINE]
         number = self._culprit(error, completed, extras, caller)
         where = "which it does for no completion alone" if number is None else f"for {completed.where(number)}"
         return ValueError(
@@ -128,12 +130,19 @@ class FunctionReward:
         wanted = "It must return a list of one number a completion, None where it does not apply"
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
             raise ValueError(f"reward function {self.name!r} returned a {type(result).__name__}. {wanted}")
-        if len(result) != len(completed):
+        try:
+            with stopping_nobody():
+                count, values = len(result), list(itertools.islice(result, len(completed)))
+        except Exception as error:
             raise ValueError(
-                f"reward function {self.name!r} returned {len(result)} rewards for {len(completed)} completions. "
-                f"{wanted}"
+                f"reward function {self.name!r} returned a {type(result).__name__}, reading which raised "
+                f"{type(error).__name__}: {words_of(error)}. {wanted}"
+            ) from error
+        if not count == len(values) == len(completed):
+            raise ValueError(
+                f"reward function {self.name!r} returned {count} rewards for {len(completed)} completions. {wanted}"
             )
-        numbers = [self._number(each, number, completed) for number, each in enumerate(result)]
+        numbers = [self._number(each, number, completed) for number, each in enumerate(values)]
         return torch.tensor(numbers, dtype=torch.float64)
 
     def _number(self, value: Any, number: int, completed: Completed) -> float:
@@ -143,8 +152,8 @@ class FunctionReward:
             if isinstance(value, str):
                 raise TypeError
             found = float(value)
-        except (OverflowError, TypeError, ValueError):
-            found, shown = math.nan, f"{value!r}"[:SHOWN_VALUE]
+        except Exception:  # of a class of the user's, it may raise anything
+            found, shown = math.nan, words_of(value, repr)[:SHOWN_VALUE]
         else:
             shown = f"{found:g}"
         if not abs(found) <= torch.finfo(torch.float32).max:

@@ -139,7 +139,8 @@ def _import(module: str, title: str) -> Any:
     folder = os.getcwd()
     sys.path.insert(0, folder)
     try:
-        return importlib.import_module(module)
+        with stopping_nobody():  # a script that ends by sys.exit is no end of the run
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise ValueError(f"{title}: importing {module!r} failed: {error}") from error

@@ -12,6 +12,7 @@ import torch
 from lowtide.rollout.calls import Caller
 from lowtide.rollout.readable import readable
 from lowtide.rollout.tools import answer_calls
+from lowtide.users_functions import find_function
 
 
 class Mute:
@@ -112,3 +113,13 @@ def test_what_a_function_sets_for_the_process_is_put_back(tmp_path):
     with pytest.raises(KeyError):
         Caller().start(careless)
     assert (os.getcwd(), torch.get_default_dtype(), torch.is_grad_enabled()) == (before, torch.float32, True)
+
+
+@pytest.mark.parametrize("ending", ["import sys; sys.exit(0)", "raise KeyboardInterrupt"])
+def test_a_module_that_ends_the_process_does_not_end_the_run(ending, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "module_that_ends.py").write_text(ending)
+    with pytest.raises(
+        ValueError, match=r"importing 'module_that_ends' failed with RuntimeError: (Sys|Key)"
+    ):
+        find_function("module_that_ends.reward", "reward")

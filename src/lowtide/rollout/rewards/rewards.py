@@ -8,6 +8,7 @@ or returns something that is no reward stops the run with its name and the compl
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
@@ -139,7 +140,7 @@ class Rewards:
         rewards = torch.full((len(completed), len(self.sources)), math.nan, dtype=torch.float64)
         if len(completed) == 0 and not self.cut_models:
             return rewards
-        extras = {"trainer_state": trainer_state, "log_extra": log_extra, "log_metric": log_metric}
+        extras = {"trainer_state": copy.copy(trainer_state), "log_extra": log_extra, "log_metric": log_metric}
         _warn_of_hidden(*sorted(completed.columns.keys() & {*extras, *replace(completed, columns={}).arguments()}))
         for column, source in enumerate(self.sources):
             if isinstance(source, ModelReward):

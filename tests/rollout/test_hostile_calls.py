@@ -119,7 +119,5 @@ def test_what_a_function_sets_for_the_process_is_put_back(tmp_path):
 def test_a_module_that_ends_the_process_does_not_end_the_run(ending, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "module_that_ends.py").write_text(ending)
-    with pytest.raises(
-        ValueError, match=r"importing 'module_that_ends' failed with RuntimeError: (Sys|Key)"
-    ):
+    with pytest.raises(ValueError, match=r"importing 'module_that_ends' failed with RuntimeError: (Sys|Key)"):
         find_function("module_that_ends.reward", "reward")

@@ -68,6 +68,7 @@ def test_values_and_gradients_are_pefts(bias, drop, adapters):
     torch.testing.assert_close([layers.found[id(each)] for each in trained], of_weights, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
 def test_frozen_weights_get_no_gradient():
     _, parts = adapted(True, 0.0, ("one",))
     kept = parts[0].adapter
@@ -82,6 +83,7 @@ def test_frozen_weights_get_no_gradient():
     assert [*layers.found] == [id(kept.second)]
 
 
+@torch.no_grad()
 def test_gradients_have_the_dtype_of_their_parameters():
     _, parts = adapted(True, 0.0, ("one", "two"))
     layers = Projections(parts, torch.bfloat16)

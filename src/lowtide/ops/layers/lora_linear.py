@@ -5,7 +5,8 @@ What a decoder layer's own backward (`ops.layers.decoder_layer`) is made of. A L
 Here the small product comes first and the large one adds to it in its own epilogue (`addmm`), which has the scale too;
 the first matrices of layers that read one input are one matrix; and the gradients at that input meet in one buffer.
 
-All of it is called under `torch.no_grad`. Products are of one dtype, to which weights and adapters are cast for a pass. A gradient has its parameter's dtype.
+All of it is called under `torch.no_grad`. Products are of one dtype, to which weights and adapters are cast for a pass.
+A gradient has its parameter's dtype.
 
 Shapes: `inputs` and `outputs` are those of a layer, `rank` its adapter's; a product's rows are tokens.
 """

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 
 from lowtide import RewardConfig, RewardTrainer
 from lowtide.ragged import RaggedBatch
@@ -296,6 +297,35 @@ def test_a_model_is_read_at_the_tokens_at_which_it_was_trained(tmp_path):
     model.config.lowtide_turns = {"turns": "as_generated", "stop_ids": ["<|im_end|>", None], "thought_end": 3}
     broken = ModelReward(model, own, "judge", RewardModelOptions())(what)  # what the config says is not trusted
     torch.testing.assert_close(broken, read["as_generated"], atol=1e-5, rtol=1e-5)
+
+
+def test_adapters_are_read_at_the_tokens_at_which_they_were_trained(tmp_path):
+    tokenizer, what = byte_tokenizer(CHATML, eos="<|im_end|>", pad="<eos>"), completed(chat=True)
+    base = str(tmp_path / "base")
+    classifier().save_pretrained(base)
+    sides = zip(what.prompts, what.completions, strict=True)
+    rows = [{"prompt": p, "chosen": c, "rejected": [{"role": "assistant", "content": "Else"}]} for p, c in sides]
+    args = RewardConfig(
+        str(tmp_path), learning_rate=0.1, use_cpu=True, bf16=False, report_to="none", max_steps=2, disable_tqdm=True
+    )
+    trainer = RewardTrainer(
+        *(base, args),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]),
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "adapters"))
+    model, own = load_reward_model(str(tmp_path / "adapters"), RewardModelOptions())
+    assert model.config.lowtide_turns["turns"] == "as_generated"
+    found = ModelReward(model, own, "judge", RewardModelOptions())(what)
+    with torch.no_grad():
+        ids = [row["prompt_ids"] + row["chosen_ids"] for row in trainer.train_dataset]
+        read = torch.stack([trainer.model(input_ids=torch.tensor([each])).logits[0, 0] for each in ids])
+    torch.testing.assert_close(found, read, atol=1e-5, rtol=1e-5)
+    del model.config.lowtide_turns
+    later = ModelReward(model, own, "judge", RewardModelOptions())(what)
+    assert (later - read).abs().min() > 1e-4
 
 
 THINKING = (

@@ -13,6 +13,8 @@ from lowtide.score_rules import LastToken, ScoreRule
 
 TURNS_READ = "lowtide_turns"
 """In a reward model's config: how the answers of conversations were taken that its values were learned on."""
+TURNS_FILE = f"{TURNS_READ}.json"
+"""The same in a folder of adapters, which has no config of a model."""
 VALUES = "values"
 """The statistic of the value at each score, at least in float32."""
 

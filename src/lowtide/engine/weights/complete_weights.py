@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import note_loaded_adapters
 from lowtide.compat.transformers_loading import telling_what_was_read
+from lowtide.engine.heads.value import TURNS_FILE, TURNS_READ
 from lowtide.engine.virtual_tokens import kind_of_prompt
 from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.load_errors import arguments_named, to_install
@@ -252,6 +253,8 @@ def load_adapters(base: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
         found = model.load_adapter(folder, str(model.active_adapter), is_trainable=is_trainable)
     if kind_of_prompt(model.active_peft_config) is None:  # of virtual tokens PEFT itself looks for the weights
         check_adapter_keys(folder, found.missing_keys, found.unexpected_keys)
+    if (noted := Path(folder, TURNS_FILE)).is_file():
+        setattr(base.config, TURNS_READ, read_json(noted))
     return model
 
 

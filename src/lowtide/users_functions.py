@@ -125,13 +125,12 @@ def find_named(path: str, title: str) -> Any:
     if not module_name:
         raise ValueError(f"{title} {path!r} is no path of a function such as my_module.my_function")
     module = _import(module_name, f"{title} {path!r}")
-    found = getattr(module, attribute, None)
-    if found is None:
+    if not hasattr(module, attribute):
         raise ValueError(
             f"{title} {path!r}: module {module_name!r} ({getattr(module, '__file__', 'built in')}) has no "
             f"{attribute!r}{nearest(attribute, vars(module))}"
         )
-    return found
+    return getattr(module, attribute)
 
 
 def _import(module: str, title: str) -> Any:

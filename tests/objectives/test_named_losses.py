@@ -47,6 +47,10 @@ def listed(pairs, options):
     return pairs.chosen.tolist()
 
 
+def detached(pairs, options):
+    return hinge(pairs, options).detach()
+
+
 def failing(pairs, options):
     raise ZeroDivisionError("by nothing")
 """
@@ -115,11 +119,14 @@ def test_a_loss_of_tokens_that_a_policy_wrote_is_added_up_as_its_entry_says(modu
         ("mean", r"mean' gave a tensor of float64 \[\], and a loss gives a number for each, .*floating point \[5\]"),
         ("counted", r"counted' gave a tensor of int64 \[5\]"),
         ("listed", "listed' gave a list"),
+        ("detached", "detached' gave losses without a gradient, from which nothing can be learned"),
     ],
 )
 def test_what_a_loss_gives_is_checked(module, name, message):
+    given = pairs()
+    given.chosen.requires_grad_()
     with pytest.raises(ValueError, match=message):
-        preference.LOSSES[f"{module}.{name}"].fn(pairs(), dpo.DPOOptions())
+        preference.LOSSES[f"{module}.{name}"].fn(given, dpo.DPOOptions())
 
 
 def test_what_it_raises_says_whose_it_is(module):

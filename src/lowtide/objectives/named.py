@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from lowtide.users_functions import called_for_user, find_named
@@ -78,6 +79,11 @@ class LossTable(dict[str, Loss]):
                 raise ValueError(
                     f"{NAME} {path!r} gave {got}, and a loss gives a number for each, without a mean: a tensor of "
                     f"floating point {[*wanted.shape]}"
+                )
+            if wanted.requires_grad and torch.is_grad_enabled() and not found.requires_grad:
+                raise ValueError(
+                    f"{NAME} {path!r} gave losses without a gradient, from which nothing can be learned: compute them "
+                    "from what it was given, without detach(), item() or no_grad()"
                 )
             return found
 

@@ -1,5 +1,6 @@
 """`lowtide merge` from a trained adapter to a model that answers as the two of them do."""
 
+import os
 import subprocess
 import sys
 import time
@@ -57,6 +58,13 @@ def test_what_cannot_work_is_said_in_one_line(model, adapter, tmp_path, monkeypa
     error = capsys.readouterr().err
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pipe_among_the_files_of_adapters_is_refused(adapter, tmp_path, capsys):
+    (adapter / "adapter_model.safetensors").unlink()
+    os.mkfifo(adapter / "adapter_model.safetensors")
+    assert main(["merge", "--adapter", str(adapter), "--output_dir", str(tmp_path / "out")]) == 2
+    assert "adapter_model.safetensors is neither a file nor a folder" in capsys.readouterr().err
 
 
 def test_adapters_that_are_not_whole_are_refused(adapter, tmp_path, capsys):

@@ -13,7 +13,7 @@ from typing import Any
 
 from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
-from lowtide.engine.weights.places import named_base
+from lowtide.engine.weights.places import check_config_file, named_base
 from lowtide.escaping import shown
 from lowtide.parsing import read_object
 
@@ -159,6 +159,7 @@ def _adapter_config(adapter: Path) -> dict[str, Any]:
     if not adapter.is_dir():
         raise UsageError(f"--adapter: there is no folder {str(adapter)!r}")
     file = adapter / ADAPTER_FILE
+    check_config_file(adapter)
     if not file.is_file():
         raise UsageError(f"--adapter: {adapter} has no {ADAPTER_FILE}, so it is no adapter's folder")
     return read_object(file)

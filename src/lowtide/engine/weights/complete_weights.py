@@ -190,7 +190,7 @@ def _put_adapters(name: str, model: PreTrainedModel) -> None:
     if kind is not None:
         raise ValueError(
             f"the adapters in {name!r} are virtual tokens ({kind}), which stand before the rows that PEFT's model gets "
-            "and are in no layer of the model: load them by peft.PeftModel.from_pretrained, or train and evaluate them"
+            "and are in no layer of the model: load them by peft.PeftModel.from_pretrained"
         )
     note_loaded_adapters(model)
 

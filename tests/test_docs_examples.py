@@ -40,6 +40,7 @@ TRAINERS = (
     "rloo",
     "gkd",
     "distillation",
+    "iw-opd",
     "masked-lm",
     "replaced-token-detection",
     "seq2seq",

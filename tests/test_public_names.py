@@ -40,6 +40,8 @@ NAMES = [
     "GMPOTrainer",
     "GRPOConfig",
     "GRPOTrainer",
+    "IWOPDConfig",
+    "IWOPDTrainer",
     "KTOConfig",
     "KTOTrainer",
     "LogCompletionsCallback",

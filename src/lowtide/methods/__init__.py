@@ -117,6 +117,11 @@ METHODS = MethodTable(
             "on-policy distillation: a teacher's distributions on completions that the student writes",
             module="lowtide.methods.online.distillation",
         ),
+        "iw-opd": MethodRow(
+            "IWOPD",
+            "importance-weighted on-policy distillation: a teacher's log-probabilities of what the student writes",
+            module="lowtide.methods.online.iw_opd",
+        ),
         "grpo": MethodRow(
             "GRPO",
             "group relative policy optimization: completions that the model writes, rewarded against each other",

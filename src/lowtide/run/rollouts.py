@@ -29,6 +29,7 @@ from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import logprobs
 from lowtide.methods.online.learning import GroupRewards, Learning, Rewarded, reported_of
 from lowtide.methods.online.rollouts import RolloutOptions
+from lowtide.methods.shared.options import TeacherOptions
 from lowtide.objectives.advantages import deviation, summed_up, weighted
 from lowtide.objectives.correction import Correction, correction, sampling_metrics
 from lowtide.ops.float64 import exchange_device
@@ -188,7 +189,7 @@ class RolloutMaker:
     def known_tokens(self) -> int:
         """Tokens that the policy knows, and a teacher that is to read what it writes."""
         models = [self.runner.model]
-        if self.runner.method_objective.taught:
+        if isinstance(self.options, TeacherOptions):
             models.append(self.runner.models().teacher.model)
         return min(vocabulary(each) for each in models)
 

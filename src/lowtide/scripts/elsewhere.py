@@ -17,7 +17,7 @@ TOOLS = "is of methods that call tools while they write: keep TRL's"
 ELSEWHERE: dict[str, str] = {
     **{
         f"{method}{kind}": NOT_YET
-        for method in ("XPO", "NashMD", "A2PO", "SDFT", "SDPO", "IWOPD")
+        for method in ("XPO", "NashMD", "A2PO", "SDFT", "SDPO")
         for kind in ("Config", "Trainer")
     },
     **dict.fromkeys(("GOLDConfig", "GOLDTrainer"), GOLD),

@@ -19,6 +19,7 @@ from lowtide.methods.method import Method
 from lowtide.methods.online.distillation import DistillationOptions
 from lowtide.methods.online.gmpo import GMPOOptions
 from lowtide.methods.online.grpo import GRPOOptions
+from lowtide.methods.online.iw_opd import IWOPDOptions
 from lowtide.methods.online.online_dpo import OnlineDPOOptions
 from lowtide.methods.online.ppo import PPOOptions
 from lowtide.methods.online.rloo import RLOOOptions
@@ -229,6 +230,11 @@ class GKDTrainer(_AsGKD): ...
 class DistillationConfig(DistillationOptions, TrainingConfig): ...
 
 class DistillationTrainer(_AsDistillation): ...
+
+@dataclass
+class IWOPDConfig(IWOPDOptions, TrainingConfig): ...
+
+class IWOPDTrainer(_AsDistillation): ...
 
 @dataclass
 class GRPOConfig(GRPOOptions, TrainingConfig): ...

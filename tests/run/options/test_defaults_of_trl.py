@@ -14,6 +14,7 @@ EXPERIMENTAL = {
     "CPOConfig": "cpo",
     "GKDConfig": "gkd",
     "GMPOConfig": "gmpo",
+    "IWOPDConfig": "iw_opd",
     "ORPOConfig": "orpo",
     "OnlineDPOConfig": "online_dpo",
     "TPOConfig": "tpo",
@@ -29,6 +30,7 @@ OTHERWISE = {
     "GKDConfig.truncation_mode": "TRL's collator of GKD keeps the end of a row, whatever its config says",
     "GMPOConfig.loss_type": "TRL's is GRPO's, which its trainer does not read",
     "GMPOConfig.use_bias_correction_kl": "TRL's is GRPO's, which its trainer does not read",
+    "IWOPDConfig.remove_unused_columns": "environments read the other columns, which TRL's trainer does not have",
     "OnlineDPOConfig.max_new_tokens": "another name of max_completion_length, whose default counts",
     "OnlineDPOConfig.beta": "a list of one value is that value",
 }

@@ -411,7 +411,9 @@ def watching(run: Run, model: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(model.get_input_embeddings().register_forward_pre_hook(embedded).remove)
         stack.enter_context(mock.patch.object(linear_logprobs.ChunkedHead, "chunks", counted))
-        if run.trainer.args.fused_layers is True:  # it passes no module, and leaves layers alone whose modules have hooks
+        if (
+            run.trainer.args.fused_layers is True
+        ):  # it passes no module, and leaves layers alone whose modules have hooks
             yield
             return
         stack.callback(layers[0].get_submodule(activation).register_forward_hook(activated).remove)

@@ -1,0 +1,155 @@
+"""Importance-weighted on-policy distillation (arXiv 2606.22600): the student writes, and each token that it wrote is
+made likelier by how much likelier the teacher has it, the first tokens of a completion above the last ones.
+
+Names, defaults and the loss are those of TRL 1.16's experimental `IWOPDTrainer` with `distillation_objective="iw_opd"`;
+its other objective is on-policy distillation. The teacher says one number a token, its log-probability, so that no
+distribution is compared. It deviates where vLLM writes: what a token is compared with is the log-probability of the
+policy that wrote it, in TRL what vLLM says of that.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lowtide.data.batches.values import OLD
+from lowtide.engine.heads.head import Stats
+from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.online.distillation import ARGUMENTS, Taught
+from lowtide.methods.online.policy import completion_counts
+from lowtide.methods.online.rollouts import Prompts, RolloutOptions
+from lowtide.methods.shared.options import TeacherOptions
+from lowtide.methods.shared.paper import Paper
+from lowtide.objectives.outcome import Counts, Outcome, mean_of
+from lowtide.ops.float64 import to_float64
+from lowtide.ops.logits.logit_rows import Want
+from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, Range, option
+from lowtide.ragged import RaggedBatch
+
+
+@dataclass(kw_only=True)
+class IWOPDOptions(RolloutOptions, TeacherOptions):
+    """The options of importance-weighted on-policy distillation, under TRL's names and with its defaults."""
+
+    disable_dropout: bool = option(True, "Train without dropout, so that student and teacher are comparable.")
+    num_generations: int = option(1, "Completions of a prompt.", COUNT)
+    temperature: float = option(
+        1.0, "Divisor of the logits: the student's in writing, and both models' in the loss.", POSITIVE
+    )
+    top_p: float = option(
+        0.95, "Draw among the fewest likeliest tokens with so much probability.", Range(above=0, most=1)
+    )
+    vllm_server_port: int = option(8001, "Of the server.", COUNT)
+    distillation_objective: str = option(
+        "iw_opd", "The loss; TRL's other one, jsd, is that of on-policy distillation.", choices=["iw_opd"]
+    )
+    iw_opd_gamma: float = option(0.5, "How much more the first token of a completion counts than 1.", NOT_NEGATIVE)
+    iw_opd_epsilon: float = option(
+        1e-8, "The least that the differences of a completion, in nats, are divided by.", POSITIVE
+    )
+
+    @property
+    def scores_reference(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        """Refuses what cannot work, naming the option and the way out.
+
+        Raises:
+            ValueError: an option has no such value, or two options exclude each other.
+        """
+        self.check_rollouts()
+
+
+class Corrected(Taught):
+    """The teacher says how likely it has each token that was written."""
+
+    def wants_old(self, options: IWOPDOptions, *, stale: bool) -> bool:
+        return stale
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What is known of tokens that the student wrote; log-probabilities in nats, at the temperature of sampling."""
+
+    logprobs: Float[Tensor, " scores"]
+    """Of the student that is trained, with gradients."""
+    ahead: Float[Tensor, " scores"]
+    """The teacher's, less those of the student that wrote; without gradients."""
+    completion: Int[Tensor, " scores"]
+    """The completion that a token is of; those of one stand together, in their order."""
+
+
+def read_sampled(batch: RaggedBatch, stats: Stats, reference: Float[Tensor, " scores"] | None) -> Sampled:
+    """The tokens of a batch whose rows are completions."""
+    assert reference is not None, "a teacher is a reference"
+    logprobs = stats["logprobs"]
+    old = batch.score_values.get(OLD, logprobs.detach())
+    return Sampled(logprobs, reference.to(old.dtype) - old, batch.row[batch.score_segment])
+
+
+def position_weights(
+    ahead: Float[Tensor, " scores"], completion: Int[Tensor, " scores"], *, gamma: float, epsilon: float
+) -> Float[Tensor, " scores"]:
+    """1 + gamma (1 - d_before / d), with d the absolute differences of a completion added up, and d_before those of the
+    tokens before: 1 + gamma at its first token, and 1 behind its last (arXiv 2606.22600)."""
+    if not len(ahead):
+        return ahead
+    apart = to_float64(ahead.abs())
+    before, rows = apart.cumsum(0) - apart, int(completion.max()) + 1
+    places = torch.arange(len(ahead), device=ahead.device)
+    first = places.new_full((rows,), len(ahead) - 1).scatter_reduce(0, completion.long(), places, "amin")
+    total = apart.new_zeros(rows).index_add(0, completion, apart).clamp(min=epsilon)
+    share = (before - before[first][completion]) / total[completion]
+    return (1 + gamma * (1 - share)).to(ahead.dtype)
+
+
+def loss(sampled: Sampled, counts: Counts, *, options: IWOPDOptions) -> Outcome:
+    """Minus the log-probability of each token times its weighted difference, over the tokens of the step."""
+    ahead = sampled.ahead
+    weights = position_weights(ahead, sampled.completion, gamma=options.iw_opd_gamma, epsilon=options.iw_opd_epsilon)
+    total = -(sampled.logprobs * weights * ahead).sum() / max(counts["scores"], 1)
+    means = {
+        "iw_opd/mean_advantage": mean_of(weights * ahead),
+        "iw_opd/mean_abs_advantage": mean_of(ahead.abs()),
+        "iw_opd/mean_weight": mean_of(weights),
+    }
+    if not len(weights):
+        return Outcome(total, means)
+    return Outcome(total, means, {"iw_opd/min_weight": weights.min()}, {"iw_opd/max_weight": weights.max()})
+
+
+def objective(options: IWOPDOptions, *, aux_coefficient: float = 0.0) -> RowObjective:
+    """The loss of the options over completions."""
+    return RowObjective(
+        read=read_sampled,
+        loss=functools.partial(loss, options=options),
+        counts=completion_counts,
+        want=Want(entropies=options.token_metrics),
+        aux_coefficient=aux_coefficient,
+        temperature=options.temperature,
+        needs_reference=True,
+        mean_over="scores",
+    )
+
+
+PAPER = Paper(
+    "xie2026position",
+    "On the Position Bias of On-Policy Distillation",
+    ("Yan Xie", "Sijie Zhu", "Tiansheng Wen", "Bo Chen", "Yifei Wang"),
+    2026,
+    "2606.22600",
+)
+METHOD = Method(
+    "iw-opd",
+    "importance-weighted on-policy distillation",
+    IWOPDOptions,
+    Prompts(Corrected()),
+    objective,
+    PAPER,
+    arguments=ARGUMENTS,
+)

@@ -104,7 +104,16 @@ def decoder_layer(
         with without_autocast(x.device):
             return _Pass(layer, attend, dtype, rotary).forward(x).view(hidden.shape)
     cos, sin = rotary or (None, None)
-    return _Layer.apply(layer, attend, dtype, recompute, hidden, cos, sin, *parameters)
+    return _Layer.apply(_How(layer, attend, dtype, recompute), hidden, cos, sin, *parameters)
+
+
+class _How(NamedTuple):
+    """How hidden states go through a layer."""
+
+    layer: DecoderLayer
+    attend: Attend
+    dtype: torch.dtype
+    recompute: bool
 
 
 class _Attended(NamedTuple):
@@ -320,24 +329,17 @@ def _rows(x: Tensor, norm: Norm) -> Tensor:
     return x.view(-1, norm.weight.shape[0])
 
 
-HIDDEN = 4
+HIDDEN = 1
 """Which of `_Layer`'s arguments is the layer's input."""
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        layer: DecoderLayer,
-        attend: Attend,
-        dtype: torch.dtype,
-        recompute: bool,
-        hidden: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        *parameters: Tensor,
+        ctx: Any, how: _How, hidden: Tensor, cos: Tensor | None, sin: Tensor | None, *parameters: Tensor
     ) -> Tensor:
-        ctx.layer, ctx.attend, ctx.dtype, ctx.parameters = layer, attend, dtype, parameters
+        ctx.how, ctx.parameters = how, parameters
+        layer, attend, dtype, recompute = how
         x = hidden.reshape(-1, hidden.shape[-1])
         work = _Pass(layer, attend, dtype, None if cos is None or sin is None else (cos, sin))
         ctx.attended, kept = None, []
@@ -359,12 +361,12 @@ class _Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin, *kept = ctx.saved_tensors
-        layer, shape = ctx.layer, grads[0].shape
+        (layer, attend, dtype, _), shape = ctx.how, grads[0].shape
         grad = grads[0].reshape(x.shape)
         norm = layer.norms[0]
         goes_on = ctx.needs_input_grad[HIDDEN] or (norm is not None and norm.weight.requires_grad)
         with ctx.surroundings.restored():
-            work = _Pass(layer, ctx.attend, ctx.dtype, None if cos is None else (cos, sin), back=True)
+            work = _Pass(layer, attend, dtype, None if cos is None else (cos, sin), back=True)
             normed = work.normed(x, norm)
             if kept:
                 mid, gate, up, first, second, *both = kept

@@ -28,7 +28,7 @@ def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) ->
     """
     if not isinstance(dataset, Dataset):
         return None
-    own: Any = collator.collator if isinstance(collator, WholeRounds) else collator
+    own = collator.collator if isinstance(collator, WholeRounds) else collator
     if hasattr(own, "row_lengths"):
         return own.row_lengths(dataset)
     if PREFIX in dataset.column_names and not getattr(collator, "sharing", True):
@@ -36,8 +36,8 @@ def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) ->
     counted = _token_counts(dataset)
     if counted is None:
         return None
-    if hasattr(own, "lengths"):
-        return own.lengths(counted["prompt_ids"])
+    if hasattr(collator, "lengths"):
+        return collator.lengths(counted["prompt_ids"])
     apart = getattr(collator, "apart", ()) if trained else ()
     counted = {name: each for name, each in counted.items() if name not in apart}
     shared = "prompt_ids" not in counted or getattr(collator, "sharing", True)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lowtide.compat.torch import cpu_flash, cpu_flash_backward
 from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, Rules, Sight, gathered, scattered
-from lowtide.ops.attention.prefix_blocks import by_prefix_blocks, prefix_attention
 from lowtide.ops.attention.value_width import of_one_width
 from lowtide.ops.dropout import drops_here, written_attention
 from lowtide.ops.target import target_of
@@ -76,8 +75,6 @@ def grouping(plan: AttentionPlan, *, causal: bool = True) -> Grouping:
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, rules: Rules) -> Tensor:
     """As `varlen_attention`."""
-    if by_prefix_blocks(query, plan, rules):
-        return prefix_attention(query, key, value, plan, rules)
     all_groups = grouping(plan, causal=rules.causal)
     query = gathered(query, all_groups.queries)
     key, value = gathered(key, all_groups.keys), gathered(value, all_groups.keys)

@@ -71,6 +71,7 @@ def config_of(case: EstimateCase, device: str, folder: str) -> Any:
         "report_to": "none",
         "disable_tqdm": True,
         "use_cpu": device == "cpu",
+        "fused_layers": False,  # as the runs that are recorded
     }
     kind = getattr(lowtide, NAMES.get(case.method, case.method.upper()) + "Config")
     if device in ("cpu", "cuda"):

@@ -88,6 +88,7 @@ def config_of(case: LargeCase, folder: str, **more: Any) -> Any:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
+        fused_layers=False,  # as the runs that are recorded
         **case.options,
         **more,
     )

@@ -25,7 +25,7 @@ def test_a_tensor_is_where_it_lies_unless_another_device_is_planned_for():
 
 
 def test_kernels_are_those_of_the_planned_device():
-    x = torch.ones(2, 3, 8, dtype=torch.bfloat16)
+    x = torch.ones(2, 3, 16, dtype=torch.bfloat16)
     capped, plain = Rules(1.0, softcap=30.0), Rules(1.0, Sight())
     assert why_not_varlen(x, x, x, plain) == why_not_flex(x, x, x, capped) == "needs a CUDA device"
     with planning_for("cuda", (7, 5)):
@@ -35,6 +35,7 @@ def test_kernels_are_those_of_the_planned_device():
         assert why_not_varlen(x, x, x, plain) is None
         assert why_not_varlen(x, x, x, capped) == "needs no soft-cap"
         assert why_not_flex(x, x, x, capped) is None
+        assert why_not_flex(x[..., :8], x[..., :8], x, capped) == "needs heads of a width of at least 16"
         assert why_not_varlen(x.float(), x.float(), x.float(), plain) == "needs float16 or bfloat16"
 
 

@@ -12,9 +12,6 @@ from lowtide.option import COUNT, Group, Range, option
 TWO_PASS = "two_pass"
 """The value of `optimizer_in_backward` that clips exactly."""
 
-AUTO = "auto"
-"""The value of `fused_layers` that leaves them off where they cannot be fused, and on a CPU."""
-
 OTHER_WORDS = {"offload": "activation_offloading=True", "selective": "checkpointing_policy='matmul'"}
 """What others have among the arguments of checkpoints, and what it is here."""
 OF_TORCH = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "context_fn")
@@ -63,10 +60,10 @@ class MemoryOptions:
     attention_head_chunks: int | None = option(
         None, "Groups of heads that attention computes one after the other, for long rows. None: all at once.", COUNT
     )
-    fused_layers: bool | str = option(
-        AUTO,
+    fused_layers: bool | None = option(
+        None,
         "Run each decoder layer as one function, with a backward of its own and, on a GPU, Triton kernels: fewer "
-        "operations, less kept. For layers of Llama's form. 'auto': on a GPU, where it can.",
+        "operations, less kept. For layers of Llama's form. None: on a GPU, where they can be.",
     )
     optimizer_in_backward: bool | str = option(
         False,
@@ -109,8 +106,6 @@ class MemoryOptions:
                 "and torch_compile is off: set torch_compile=True, or leave it out"
             )
         self._check_what_layers_keep()
-        if self.fused_layers not in (False, True, AUTO):
-            raise ValueError(f"fused_layers={self.fused_layers!r} must be true, false or {AUTO!r}")
         if self.optimizer_in_backward not in (False, True, TWO_PASS):
             raise ValueError(
                 f"optimizer_in_backward={self.optimizer_in_backward!r} must be true, false or {TWO_PASS!r}"

@@ -22,7 +22,7 @@ from lowtide.memory.kernels.fused_layers import fuse_layers, in_16_bits, why_not
 from lowtide.memory.kernels.liger import liger_kernels, why_no_kernels
 from lowtide.memory.optimizers.lora_fa import freeze_down_projections, why_no_projections
 from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name
-from lowtide.memory.options import AUTO, TWO_PASS
+from lowtide.memory.options import TWO_PASS
 from lowtide.memory.technique import Choosing, Site, Technique
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.target import has_triton, kind_of, target_of
@@ -153,12 +153,12 @@ def _mixed(options: Any) -> torch.dtype | None:
 
 
 def _fusing_refused(site: Site) -> str | None:
-    return None if site.options.fused_layers == AUTO else _why_not_fused(site)
+    return _why_not_fused(site) if site.options.fused_layers else None
 
 
 def _fusing_left(site: Site) -> str | None:
     """Why layers run as they were where they are to be fused only where that helps: on a GPU, as it is measured."""
-    if site.options.fused_layers != AUTO:
+    if site.options.fused_layers:
         return None
     return _why_not_fused(site) if target_of(next(site.model.parameters())).kind == "cuda" else ""
 
@@ -190,7 +190,7 @@ def _fused(site: Site) -> Callable[[], None] | None:
     try:
         return fuse_layers(site.model, _mixed(site.options))
     except ValueError as reason:  # it was fine as the run was made: hooks came since
-        logger.warning(f"fused_layers={site.options.fused_layers!r} does nothing: {reason}")
+        logger.warning(f"layers run as they were: {reason}")
         return None
 
 
@@ -431,7 +431,7 @@ TECHNIQUES: dict[str, Technique] = {
             "fused layers",
             "activations between products, computed again in a decoder layer's own backward",
             {"fused_layers": True},
-            also=(AUTO,),
+            is_on=lambda options: getattr(options, "fused_layers", False) is not False,
             lowers=("activations",),
             refused=_fusing_refused,
             idle=_fusing_left,

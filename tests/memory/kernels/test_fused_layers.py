@@ -343,8 +343,3 @@ def test_by_default_layers_are_fused_on_a_gpu_where_they_can_be():
         assert "replaces what mlp_tile_tokens replaces" in (_idle(model, mlp_tile_tokens=8) or "")
     with planning_for("cuda", (7, 5)):
         assert "compute capability 8.0" in (_idle(model) or "")
-
-
-def test_what_fused_layers_may_be():
-    with pytest.raises(ValueError, match="fused_layers='sometimes' must be true, false or 'auto'"):
-        SFTConfig(use_cpu=True, fused_layers="sometimes")

@@ -25,7 +25,8 @@ MODEL = LlamaConfig(
 
 
 def run(method: str = "sft", **options: Any) -> FakeRun:
-    given = {"per_device_train_batch_size": 1, "bf16": False, **options}
+    layers = {"fused_layers": False}  # as those of ranks that split rows
+    given = {"per_device_train_batch_size": 1, "bf16": False, **layers, **options}
     planned = PlannedRun(method_named(method), MODEL, given, device_named("H100"))
     lengths = [TOKENS] if method == "sft" else [(TOKENS // 2, TOKENS // 4, TOKENS // 4)]
     return planned.faked(Dataset.from_list(rows_of(lengths)), {})

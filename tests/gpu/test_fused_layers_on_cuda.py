@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lowtide.memory.kernels.fused_layers import fuse_layers
 from lowtide.ops.layers.layer_kernels import Norm, gate_backward_, gate_product, rms_norm, rms_norm_backward, rotate_
-from tests.memory.kernels.test_fused_layers import FAMILIES, WAYS, adapted, family, run
+from tests.support.models.fused_families import FAMILIES, WAYS, adapted, family, run
 from tests.support.models.tiny_models import (
     RaggedBatch,
     assert_close,

@@ -9,24 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 import lowtide
 from lowtide.cli.main import main
 from lowtide.methods import METHODS, MethodRow
+from tests.support.models.saved_llama import COMMON, DESCRIBED, saved_model
 from tests.support.runs import small_sft
 from tests.support.runs.toy_method import FloorOptions
-
-DESCRIBED = LlamaConfig(vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-COMMON: dict[str, Any] = {
-    "use_cpu": True,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "per_device_train_batch_size": 4,
-    "max_steps": 1,
-    "logging_steps": 1,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -86,13 +76,3 @@ def test_it_has_its_command(tmp_path, capsys):
     assert main([*words, str(tmp_path / "run"), *options]) == 0
     assert "floor: 0.2" in (tmp_path / "run" / "run.yaml").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").config.hidden_size == 16
-
-
-def saved_model(folder: Path) -> Path:
-    from lowtide.demo.model import make_tokenizer
-
-    tokenizer = make_tokenizer()
-    described = LlamaConfig(**{**DESCRIBED.to_dict(), "vocab_size": len(tokenizer)})
-    AutoModelForCausalLM.from_config(described).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder

@@ -25,6 +25,7 @@ from lowtide.step.metrics import Totals
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
+from tests.support.models.fused_families import FAMILIES, WAYS, adapted, family, run
 from tests.support.models.tiny_models import (
     RaggedBatch,
     assert_close,
@@ -39,40 +40,6 @@ from tests.support.models.tiny_models import (
     tokens,
     with_adapters,
 )
-
-FAMILIES = {
-    "llama": {},
-    "llama with biases": {"attention_bias": True, "mlp_bias": True},
-    "mistral": {"sliding_window": 5},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    "qwen3": {},
-    "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "gemma": {},
-    "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0},
-    "gemma3_text": {"sliding_window": 5},
-    "ministral": {"sliding_window": 5},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 5},
-}
-WAYS = ["full", "LoRA", "LoRA with dropout"]
-
-
-def family(kind: str, **changes: object):
-    return build(kind.split()[0], **{**FAMILIES[kind], **changes})
-
-
-def adapted(model, way: str):
-    if way == "full":
-        return model
-    return with_adapters(model, lora_alpha=8, lora_dropout=0.3 if "dropout" in way else 0.0)
-
-
-def run(model, batch):
-    torch.manual_seed(3)
-    loss = loss_of(model, batch)
-    loss.backward()
-    return loss.detach(), gradients(model)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

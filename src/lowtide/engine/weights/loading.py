@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -129,7 +130,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False, revision: str 
         ValueError: there is none; says how to pass one.
     """
     how: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision or "main"}
-    if not any(Path(name).glob("*token*")) and (base := base_of_adapters(name)) is not None:
+    saved_without = os.path.isdir(name) and not any(Path(name).glob("*token*"))
+    if saved_without and (base := base_of_adapters(name)) is not None:
         name = base
     config = saved_config(name, how)
     try:

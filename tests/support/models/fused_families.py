@@ -1,0 +1,41 @@
+"""Tiny models of the families whose layers can be fused, and a step of them."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.support.models.tiny_models import build, gradients, loss_of, with_adapters
+
+FAMILIES = {
+    "llama": {},
+    "llama with biases": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3": {},
+    "granite": {"residual_multiplier": 0.3, "attention_multiplier": 0.2},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "gemma": {},
+    "gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 5},
+    "ministral": {"sliding_window": 5},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 5},
+}
+WAYS = ["full", "LoRA", "LoRA with dropout"]
+
+
+def family(kind: str, **changes: object):
+    return build(kind.split()[0], **{**FAMILIES[kind], **changes})
+
+
+def adapted(model, way: str):
+    if way == "full":
+        return model
+    return with_adapters(model, lora_alpha=8, lora_dropout=0.3 if "dropout" in way else 0.0)
+
+
+def run(model, batch):
+    torch.manual_seed(3)
+    loss = loss_of(model, batch)
+    loss.backward()
+    return loss.detach(), gradients(model)

@@ -16,7 +16,7 @@ from lowtide.methods import METHODS
 from lowtide.methods.method import TokenObjective
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.run.options.configs import config_class
-from tests.support.models.saved_llama import COMMON, DESCRIBED, saved_model
+from tests.support.runs.saved_llama import COMMON, DESCRIBED, saved_model
 from tests.support.runs.toy_method import FloorOptions
 
 NUMBERS = itertools.count()

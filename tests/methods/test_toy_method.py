@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import lowtide
 from lowtide.cli.main import main
 from lowtide.methods import METHODS, MethodRow
-from tests.support.models.saved_llama import COMMON, DESCRIBED, saved_model
 from tests.support.runs import small_sft
+from tests.support.runs.saved_llama import COMMON, DESCRIBED, saved_model
 from tests.support.runs.toy_method import FloorOptions
 
 

@@ -36,8 +36,8 @@ def row_lengths(dataset: Any, collator: Any = None, *, trained: bool = False) ->
     counted = _token_counts(dataset)
     if counted is None:
         return None
-    if hasattr(collator, "lengths"):
-        return collator.lengths(counted["prompt_ids"])
+    if (lengths := getattr(collator, "lengths", None)) is not None:
+        return lengths(counted["prompt_ids"])
     apart = getattr(collator, "apart", ()) if trained else ()
     counted = {name: each for name, each in counted.items() if name not in apart}
     shared = "prompt_ids" not in counted or getattr(collator, "sharing", True)

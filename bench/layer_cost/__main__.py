@@ -114,11 +114,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.layer_cost", description=SUMMARY)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--device", default="h200", help="whose rates the seconds are of (default: h200)")
+    parser.add_argument("--stock", action="store_true", help="layers as transformers and PEFT have them, not fused")
     parser.add_argument("--host", action="store_true", help="time the host's part instead, beside layers as they were")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(argv)
     try:
-        found = host_cost(CASES[options.case].adapters) if options.host else layer_cost(options.case, options.device)
+        if options.host:
+            found = host_cost(CASES[options.case].adapters)
+        else:
+            found = layer_cost(options.case, options.device, fused_layers=not options.stock)
     except ValueError as reason:
         parser.error(str(reason))
     if options.json:

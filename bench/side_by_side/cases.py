@@ -43,12 +43,13 @@ class Contestant:
     flags: Mapping[str, Any] = field(default_factory=dict)
 
 
+FUSED = {"fused_layers": True}
 CONTESTANTS = {
-    "lowtide": Contestant("lowtide"),
+    "lowtide": Contestant("lowtide", FUSED),
     "lowtide-stock": Contestant("lowtide", {"fused_layers": False}),
-    "lowtide-offloading": Contestant("lowtide", {"activation_offloading": True}),
-    "lowtide-kept": Contestant("lowtide", {"gradient_checkpointing": False}),
-    "lowtide-auto": Contestant("lowtide", {"memory_budget": "auto"}),
+    "lowtide-offloading": Contestant("lowtide", {**FUSED, "activation_offloading": True}),
+    "lowtide-kept": Contestant("lowtide", {**FUSED, "gradient_checkpointing": False}),
+    "lowtide-auto": Contestant("lowtide", {**FUSED, "memory_budget": "auto"}),
     "trl-liger": Contestant("trl", {"use_liger_kernel": True}),
     "trl-liger-padding-free": Contestant("trl", {"use_liger_kernel": True, "padding_free": True, "max_length": None}),
     "unsloth": Contestant("unsloth"),

@@ -295,12 +295,12 @@ def test_a_layer_that_has_changed_is_read_anew(change):
         assert_close(got, wanted, 5e-6)
 
 
-def _idle(model, **options: object) -> str | None:
-    config = SFTConfig(use_cpu=True, bf16=False, report_to="none", **options)
+def _idle(model, fused_layers: bool | None = None, **options: object) -> str | None:
+    config = SFTConfig(use_cpu=True, bf16=False, report_to="none", fused_layers=fused_layers, **options)
     return TECHNIQUES["fused layers"].idle(Site(config, model, torch.device("cpu")))
 
 
-def test_by_default_layers_are_fused_on_a_gpu_where_they_can_be():
+def test_layers_are_fused_on_a_gpu_alone_where_they_can_be():
     model, other = prepared(build()), prepared(build("phi3"))
     assert _idle(model) == ""
     assert _idle(model, fused_layers=True) is None

@@ -133,7 +133,7 @@ def marks_of_linear(module: Any) -> Iterator[Any]:
     """What `linear_of` and `plain_lora` go by: where each is the same object as before, they say what they said. Past
     `Module.__getattr__`, since a fused layer asks in each forward."""
     own: dict[str, Any] = vars(module)
-    children: dict[str, Any] = own["_modules"]
+    children: dict[str, Any] = children_of(module)
     base = children.get("base_layer", module)
     yield base
     yield from parameters_in(base)

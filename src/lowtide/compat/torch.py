@@ -463,8 +463,8 @@ def modules_of(model: nn.Module) -> Iterator[nn.Module]:
             continue
         seen.add(id(module))
         yield module
-        if module._modules:
-            left.extend(reversed(module._modules.values()))
+        if children := children_of(module):
+            left.extend(reversed(children.values()))
 
 
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -144,16 +144,54 @@ def test_each_round_is_cut_for_itself_and_left_out_without_anything_scored(token
         assert row["prompt_ids"] == whole["prompt_ids"]
 
 
+def cut(context, answer, least, most=None, prompt=None, completion=None, mode="keep_start"):
+    """A turn within limits, written apart; `least` is where what its row keeps of the prompt begins."""
+    start = max(len(context) - (prompt or len(context)), 0)
+    stop = len(context) + min(completion or len(answer), len(answer))
+    if most is not None and mode == "keep_start":
+        stop = min(stop, start + most)
+    elif most is not None:
+        start = max(start, stop - most)
+    start = max(start, least)
+    if start >= len(context):  # what comes first is not predicted
+        return context[:0] + answer[start - len(context) :][:1], answer[start - len(context) + 1 : stop - len(context)]
+    return context[start:], answer[: stop - len(context)]
+
+
 @pytest.mark.parametrize(
-    "options", [{"max_length": 200, "truncation_mode": "keep_end"}, {"max_prompt_length": 90}, {"turns": "whole"}]
+    ("most", "prompt", "completion", "mode"),
+    [
+        *((most, None, None, "keep_end") for most in (3, 14, 30, 60, 90, 200)),
+        *((None, prompt, completion, "keep_start") for prompt in (1, 12, 40) for completion in (None, 5)),
+        (20, 12, None, "keep_start"),
+        (20, 15, 6, "keep_end"),
+    ],
 )
-def test_where_rounds_cannot_be_cut_rows_are_taken_whole_and_told(tokenizer, options, caplog):
+def test_the_beginning_and_the_parts_of_each_round_are_cut_as_those_of_a_row(tokenizer, most, prompt, completion, mode):
+    tokenizer.chat_template = DROPPING
+    limits = {"max_length": most, "max_prompt_length": prompt, "max_completion_length": completion}
+    whole = [{side: turns_of(row, side) for side in ("chosen", "rejected")} for row in prepared(PAIRS, tokenizer)]
+    rows = prepared(PAIRS, tokenizer, truncation_mode=mode, **limits)
+    for row, sides in zip(rows, whole, strict=True):
+        opened = sides["chosen"][0][0]
+        firsts = [len(opened) - len(cut(*side[0], 0, most, prompt, completion, mode)[0]) for side in sides.values()]
+        over = [len(opened) + len(side[0][1]) - (most or 10**9) for side in sides.values()]
+        least = min(max(*firsts, *(over if mode == "keep_end" and completion is None else [0])), len(opened))
+        assert row["prompt_ids"] == opened[least:]
+        for name, turns in sides.items():
+            wanted = [cut(*turn, least, most, prompt, completion, mode) for turn in turns]
+            if max(map(len, sides.values())) == 1 and least == len(opened):
+                wanted = [([], [*context, *answer]) for context, answer in wanted]  # a collator leaves the first out
+            assert turns_of(row, name) == [turn for turn in wanted if turn[1]]
+
+
+def test_rows_taken_whole_are_told(tokenizer, caplog):
     tokenizer.chat_template = DROPPING
     with caplog.at_level(logging.WARNING):
-        rows = prepared(PAIRS, tokenizer, **options)
+        rows = prepared(PAIRS, tokenizer, turns="whole")
     assert tokenizer.decode(rows[0]["chosen_ids"]).endswith("Yes, 24<|im_end|>\n")
     assert "chosen_labels" not in rows[0]
-    assert caplog.text.count("in 2 of 3 rows (the first is row 0) a completion is not one") == ("turns" not in options)
+    assert "a completion is not one" not in caplog.text
 
 
 def test_a_side_without_an_answer_has_its_row_taken_whole(tokenizer, caplog):
@@ -179,27 +217,26 @@ RUN = {
 }
 
 
-def score(model, tokenizer, prompt, completion):
+def score(model, turns):
     """The log-probability of a completion: one plain forward a turn."""
     sums = []
     with torch.no_grad():
-        for context, answer in expected(tokenizer, prompt, completion):
+        for context, answer in turns:
             logprobs = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1].log_softmax(-1)
             sums.append(logprobs.gather(1, torch.tensor(answer)[:, None]).sum())
     return torch.stack(sums).sum()
 
 
-@pytest.mark.parametrize("more", [{}, {"precompute_ref_log_probs": True}, {"prefix_sharing": False}], ids=str)
+LIMITS = [{"max_length": 26, "truncation_mode": "keep_end"}, {"max_prompt_length": 14, "max_completion_length": 6}]
+
+
+@pytest.mark.parametrize("more", [{}, {"precompute_ref_log_probs": True}, {"prefix_sharing": False}, *LIMITS], ids=str)
 def test_the_loss_of_pairs_is_that_of_one_plain_forward_a_turn(tokenizer, tmp_path, more):
     tokenizer.chat_template = DROPPING
     policy, reference = tiny(tokenizer, 0), tiny(tokenizer, 1)
-    ratios = torch.tensor(
-        [
-            [score(m, tokenizer, row["prompt"], row[side]) for m in (policy, reference)]
-            for row in PAIRS
-            for side in ("chosen", "rejected")
-        ]
-    )
+    rows = prepared(PAIRS, tokenizer, **(more if more in LIMITS else {}))
+    sides = [turns_of(row, side) for row in rows for side in ("chosen", "rejected")]
+    ratios = torch.tensor([[score(m, turns) for m in (policy, reference)] for turns in sides])
     ratios = (ratios[:, 0] - ratios[:, 1]).view(-1, 2)
     wanted = -torch.nn.functional.logsigmoid(0.1 * (ratios[:, 0] - ratios[:, 1])).mean().item()
     trainer = DPOTrainer(
@@ -215,7 +252,8 @@ def test_the_loss_of_pairs_is_that_of_one_plain_forward_a_turn(tokenizer, tmp_pa
 def test_the_loss_of_kto_is_that_of_one_plain_forward_a_turn(tokenizer, tmp_path):
     tokenizer.chat_template = DROPPING
     policy, reference = tiny(tokenizer, 0), tiny(tokenizer, 1)
-    scored = [[score(m, tokenizer, row["prompt"], row["completion"]) for m in (policy, reference)] for row in SINGLES]
+    turns = [expected(tokenizer, row["prompt"], row["completion"]) for row in SINGLES]
+    scored = [[score(m, each) for m in (policy, reference)] for each in turns]
     ratios = torch.tensor([one - other for one, other in scored])
     signs = torch.tensor([1.0 if row["label"] else -1.0 for row in SINGLES])
     args = KTOConfig(tmp_path, loss_type="apo_zero_unpaired", **{**RUN, "per_device_train_batch_size": 6})

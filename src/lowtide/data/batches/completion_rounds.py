@@ -8,7 +8,6 @@ from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +16,7 @@ import pyarrow as pa
 from datasets import Dataset, List, Value
 from jaxtyping import Bool, Int
 
-from lowtide.data.batches.token_rows import IGNORED, Rounds, TokenRows
+from lowtide.data.batches.token_rows import IGNORED, TokenRows
 from lowtide.score_rules import IGNORE
 
 LABELS, SEQ_LENGTHS, PREFIX_LENGTH = "labels", "seq_lengths", "prefix_length"
@@ -92,41 +91,6 @@ def completion_rounds(row: Mapping[str, Any], completion: str) -> list[Completio
         CompletionRound(tokens[start:stop], labels[start:stop], most)
         for (start, stop), most in zip(bounds, seen, strict=True)
     ]
-
-
-def cut_rounds(
-    side: TokenRows, start: Int[np.ndarray, " rows"], stop: Int[np.ndarray, " rows"], max_length: int | None
-) -> TokenRows:
-    """A side of which some rows have rounds: of these each round keeps `max_length` tokens with what it has of the
-    prompt, and is left out where nothing scored is left of it; of the others the range `start:stop` is kept."""
-    assert side.rounds is not None
-    assert side.prompt_lengths is not None
-    firsts = side.offsets[:-1]
-    index = [np.arange(*each) for each in zip(firsts + start, firsts + stop, strict=True)]
-    rounds = list(side.rounds)
-    for row, (own, prompt) in enumerate(zip(side.rounds, side.prompt_lengths.tolist(), strict=True)):
-        if own:
-            labels = side.labels[side.offsets[row] : side.offsets[row + 1]]
-            kept, rounds[row] = _kept(labels, prompt, own, max_length)
-            index[row] = firsts[row] + kept
-    offsets = np.append(0, np.cumsum([len(each) for each in index]))
-    prompts = np.clip(side.prompt_lengths, start, stop) - start
-    return replace(side.take(np.concatenate(index), offsets), prompt_lengths=prompts, rounds=rounds)
-
-
-def _kept(
-    labels: Int[np.ndarray, " tokens"], prompt: int, rounds: Rounds, max_length: int | None
-) -> tuple[Int[np.ndarray, " kept"], Rounds]:
-    """The places of a row that are kept, and the rounds that are left."""
-    most = len(labels) if max_length is None else max_length
-    places, left, place = [np.arange(min(prompt, most))], [], prompt
-    for seen, length in rounds:
-        kept = max(min(length, most - seen), 0)
-        if (labels[place : place + kept] != IGNORED).any():
-            left.append((seen, kept))
-            places.append(np.arange(place, place + kept))
-        place += length
-    return np.concatenate(places), left
 
 
 def first_turns(side: TokenRows) -> tuple[Int[np.ndarray, " rows"], Int[np.ndarray, " rows"]]:

@@ -6,16 +6,17 @@ and completion. The prompt stands there once, as it is computed. Beside a comple
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from datasets import Features, List, Value
 from jaxtyping import Bool, Int
 
-from lowtide.data.batches.completion_rounds import cut_rounds, first_turns, rounds_of_sides
+from lowtide.data.batches.completion_rounds import first_turns, rounds_of_sides
 from lowtide.data.batches.token_rows import IGNORED, TokenRows, list_column
 from lowtide.data.encode.sides import EncodedSides, merged_prompts, prompt_lengths, share_prompts
-from lowtide.data.encode.truncation import Truncation, kept_ranges
+from lowtide.data.encode.truncation import Truncation, cut_rounds, first_round_lengths, kept_ranges
 from lowtide.data.report.doubts import DOUBT_NOTES, doubt_column
 from lowtide.data.report.row_stats import CUT_AWAY, CUT_PART, NOTES
 
@@ -47,11 +48,11 @@ def noted_features(parts: Sequence[str], **more: Value | List) -> Features:
 def pair_table(encoded: EncodedSides, truncation: Truncation, *, margins: bool) -> pa.Table:
     """Pairs with their notes."""
     whole = share_prompts(encoded.sides)
-    kept = _truncated(whole, truncation)
+    kept, repeated = _truncated(whole, truncation)
     whole_scored, scored = ([_scored(side) for side in sides] for sides in (whole, kept))
     same = [equal_rows(*whole[:2]), np.minimum.reduce(whole_scored) == 0]
     dropped = np.select([*same, np.minimum.reduce(scored) == 0, equal_rows(*kept[:2])], [1, 2, 3, 1], default=0)
-    table = _noted(pair_parts(encoded.names), whole, kept, np.add.reduce(scored), dropped)
+    table = _noted(pair_parts(encoded.names), whole, kept, np.add.reduce(scored), dropped, repeated)
     return _with_margins(table, encoded) if margins else table
 
 
@@ -79,10 +80,10 @@ def unpaired_table(encoded: EncodedSides, truncation: Truncation, *, whole_compl
 
 
 def _completion_table(side: TokenRows, truncation: Truncation, *, whole_completions: bool) -> pa.Table:
-    (kept,) = _truncated([side], truncation)
+    [kept], repeated = _truncated([side], truncation)
     scored = _scored(kept)
     dropped = np.select([_scored(side) == 0, scored == 0], [2, 3], default=0)
-    table = _noted(UNPAIRED_PARTS, [side], [kept], scored, dropped)
+    table = _noted(UNPAIRED_PARTS, [side], [kept], scored, dropped, repeated)
     if whole_completions:
         starts, stops = first_turns(side)
         lengths = np.minimum(stops - starts, _most_of_a_completion(truncation))
@@ -97,12 +98,14 @@ def _most_of_a_completion(truncation: Truncation) -> int:
     return min((limit for limit in limits if limit is not None), default=np.iinfo(np.int32).max)
 
 
-def _truncated(sides: Sequence[TokenRows], truncation: Truncation) -> list[TokenRows]:
-    ranges = kept_ranges([side.lengths for side in sides], prompt_lengths(sides[0]), truncation)
-    return [
-        cut_rounds(side, *kept, truncation.max_length) if any(side.rounds or ()) else side.cut(*kept)
+def _truncated(sides: Sequence[TokenRows], truncation: Truncation) -> tuple[list[TokenRows], list[Any]]:
+    """What is kept of sides, and how many tokens of its prompt each row of them repeats (see `cut_rounds`)."""
+    ranges = kept_ranges([first_round_lengths(side) for side in sides], prompt_lengths(sides[0]), truncation)
+    cut = [
+        cut_rounds(side, *kept, truncation) if any(side.rounds or ()) else (side.cut(*kept), 0)
         for side, kept in zip(sides, ranges, strict=True)
     ]
+    return [side for side, _ in cut], [repeated for _, repeated in cut]
 
 
 def _scored(side: TokenRows) -> Int[np.ndarray, " rows"]:
@@ -111,7 +114,8 @@ def _scored(side: TokenRows) -> Int[np.ndarray, " rows"]:
     ignored = np.append(0, np.cumsum(side.labels == IGNORED))
     prompts = prompt_lengths(side)
     contexts = ignored[side.offsets[1:]] - ignored[side.offsets[:-1] + prompts]
-    return side.lengths - np.where(side.lengths > 0, np.maximum(prompts, 1) + contexts, 0)
+    unpredicted = (prompts == 0) & (np.append(side.labels, IGNORED)[side.offsets[:-1]] != IGNORED)
+    return side.lengths - np.where(side.lengths > 0, prompts + unpredicted + contexts, 0)
 
 
 def equal_rows(one: TokenRows, other: TokenRows) -> Bool[np.ndarray, " rows"]:
@@ -130,11 +134,17 @@ def _noted(
     kept: Sequence[TokenRows],
     scored: Int[np.ndarray, " rows"],
     dropped: Int[np.ndarray, " rows"],
+    repeated: Sequence[Any] = (),
 ) -> pa.Table:
-    """The parts of the kept rows, and the notes on all."""
+    """The parts of the kept rows, and the notes on all.
+
+    Args:
+        repeated: of each side, how many of its tokens are the prompt's.
+    """
     is_kept = dropped == 0
     before, after = _part_lengths(whole), _part_lengths(kept)
-    cut = [np.where(is_kept, had - has, had) for had, has in zip(before, after, strict=True)]
+    triples = zip(before, after, [0, *(repeated or [0] * len(kept))], strict=True)
+    cut = [np.where(is_kept, had - has + again, had) for had, has, again in triples]
     starts = [np.zeros_like(after[0]), *map(prompt_lengths, kept)]
     columns = {}
     for name, side, start, length in zip(token_columns(parts), [kept[0], *kept], starts, after, strict=True):

@@ -4,17 +4,18 @@ Every limit keeps one contiguous range of a row: `max_prompt_length` keeps the e
 `max_completion_length` the start of the completion, which meet; then `max_length` keeps the start or the end of
 what is left. So truncation is two integers a row, computed for all rows at once. The names are TRL's.
 
-Completions that share a prompt keep the same of it, where TRL, keeping the end, cuts each side for itself.
+Completions that share a prompt keep the same of it, where TRL, keeping the end, cuts each side for itself. Of a
+completion of several rounds each is cut as a row of its own, whose prompt is what stands before its first turn.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from lowtide.data.batches.token_rows import TokenRows, range_index
+from lowtide.data.batches.token_rows import IGNORED, Rounds, TokenRows, range_index
 
 TruncationMode = Literal["keep_start", "keep_end"]
 
@@ -39,11 +40,6 @@ class Truncation:
                 raise ValueError(f"{name} is {limit}; it must be at least 1, or None for no limit.")
         if self.mode not in get_args(TruncationMode):
             raise ValueError(f"truncation_mode is {self.mode!r}; it must be 'keep_start' or 'keep_end'.")
-
-    @property
-    def keeps_starts(self) -> bool:
-        """Whether a token is kept by its place in its row alone."""
-        return not self.limits_parts and (self.max_length is None or self.mode == "keep_start")
 
     @property
     def limits_parts(self) -> bool:
@@ -86,6 +82,72 @@ def kept_ranges(
     ranges = [kept_range(side, prompt_lengths, truncation) for side in lengths]
     prompt_start = np.minimum(np.maximum.reduce([start for start, _ in ranges]), prompt_lengths)
     return [(np.maximum(start, prompt_start), stop) for start, stop in ranges]
+
+
+def first_round_lengths(side: TokenRows) -> Int[np.ndarray, " rows"]:
+    """The tokens of each row up to the end of its first round; of a row without rounds all."""
+    if side.rounds is None:
+        return side.lengths
+    assert side.prompt_lengths is not None
+    pairs = zip(side.lengths.tolist(), side.prompt_lengths.tolist(), side.rounds, strict=True)
+    return np.array([prompt + own[0][1] if own else length for length, prompt, own in pairs], dtype=np.int64)
+
+
+def cut_rounds(
+    side: TokenRows, start: Int[np.ndarray, " rows"], stop: Int[np.ndarray, " rows"], truncation: Truncation
+) -> tuple[TokenRows, Int[np.ndarray, " rows"]]:
+    """A side of which some rows have rounds: of these each round is cut as a row of its own, and left out where nothing
+    scored is left of it; of the others the range `start:stop` is kept.
+
+    A round that keeps less of the prompt than the row does has what it keeps of it before its own tokens.
+
+    Returns:
+        The side, and how many tokens of its prompt each row repeats in this way.
+    """
+    assert side.rounds is not None
+    assert side.prompt_lengths is not None
+    firsts, prompts = side.offsets[:-1], np.clip(side.prompt_lengths, start, stop)
+    index = [np.arange(*each) for each in zip(firsts + start, firsts + stop, strict=True)]
+    unscored = [np.zeros(len(each), dtype=bool) for each in index]
+    rounds, repeated = list(side.rounds), np.zeros(len(side), dtype=np.int64)
+    for row, own in enumerate(side.rounds):
+        if own:
+            shared = int(start[row]), int(prompts[row])
+            labels = side.labels[side.offsets[row] : side.offsets[row + 1]]
+            kept, unscored[row], rounds[row] = _kept(labels, int(side.prompt_lengths[row]), own, shared, truncation)
+            index[row] = firsts[row] + kept
+            repeated[row] = (kept[shared[1] - shared[0] :] < side.prompt_lengths[row]).sum()
+    offsets = np.append(0, np.cumsum([len(each) for each in index]))
+    made = side.take(np.concatenate(index), offsets)
+    labels = np.where(np.concatenate(unscored), IGNORED, made.labels)
+    return replace(made, labels=labels, prompt_lengths=prompts - start, rounds=rounds), repeated
+
+
+def _kept(
+    labels: Int[np.ndarray, " tokens"], prompt: int, rounds: Rounds, shared: tuple[int, int], truncation: Truncation
+) -> tuple[Int[np.ndarray, " kept"], Bool[np.ndarray, " kept"], Rounds]:
+    """The places of a row that are kept, which of them are no longer scored, and the rounds that are left.
+
+    Args:
+        shared: the range of the prompt that the row keeps.
+    """
+    places, unscored, left = [np.arange(*shared)], [np.zeros(shared[1] - shared[0], dtype=bool)], []
+    place = prompt
+    for number, (seen, length) in enumerate(rounds):
+        whole = np.append(np.arange(seen), np.arange(place, place + length))
+        context = int((labels[place : place + length] != IGNORED).argmax()) + seen if number else prompt
+        [start], [stop] = kept_range(np.array([len(whole)]), np.array([context]), truncation)
+        goes_on = start <= shared[0] < seen
+        own = np.arange(seen if goes_on else start, max(stop, seen))
+        is_scored = (labels[whole[own]] != IGNORED) & (own >= seen)
+        if not goes_on:
+            is_scored[:1] = False  # no token predicts it
+        if is_scored.any():
+            left.append((min(seen, shared[1]) - shared[0] if goes_on else 0, len(own)))
+            places.append(whole[own])
+            unscored.append(~is_scored)
+        place += length
+    return np.concatenate(places), np.concatenate(unscored), left
 
 
 def cut_before_end(rows: TokenRows, most: int | None, special: Int[np.ndarray, " special"]) -> TokenRows:

@@ -165,6 +165,7 @@ def test_the_command_lines_of_answers(page):
         read_options(arguments, getattr(arguments, "options", {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["rollouts.md", "rewards.md"])
 def test_the_examples_of_writing_and_rewarding(page):
     trainer = run(page)["trainer"]

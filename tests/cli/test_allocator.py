@@ -41,6 +41,7 @@ def test_training_commands_ask_for_it():
     assert environment_of("sft")[:2] == ["expandable_segments:True", None]
 
 
+@pytest.mark.slow
 def test_other_commands_and_the_users_own_word_stay():
     assert environment_of("lengths")[:2] == [None, None]
     assert environment_of("sft", PYTORCH_ALLOC_CONF="backend:native")[:2] == ["backend:native", None]

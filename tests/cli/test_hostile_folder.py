@@ -49,6 +49,7 @@ def test_the_small_run_of_an_estimate_takes_no_module_from_the_current_folder(ho
     assert not (hostile / "executed").exists()
 
 
+@pytest.mark.slow
 def test_a_tracing_process_takes_no_module_from_the_current_folder(hostile):
     assert tracing_process._asked(os.getpid, (), {}).found != os.getpid()
     assert not (hostile / "executed").exists()

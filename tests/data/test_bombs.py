@@ -190,6 +190,7 @@ ended(60, 1)
 """
 
 
+@pytest.mark.slow
 def test_what_is_traced_runs_after_a_template():
     """In Python 3.11 a traced call never begins where an exception that never came is awaited in a thread."""
     subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=100)
@@ -288,6 +289,7 @@ def in_a_thread(call):
     raise error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marks", ["", "{% generation %}a{% endgeneration %}"])
 def test_a_template_that_loops_is_ended_in_any_thread_and_by_any_caller(tokenizer, impatient, marks):
     talk = [{"role": "user", "content": "a"}]
@@ -299,6 +301,7 @@ def test_a_template_that_loops_is_ended_in_any_thread_and_by_any_caller(tokenize
             run(lambda: scripts_rows.apply_chat_template({"messages": talk}, tokenizer, chat_template=ENDLESS))
 
 
+@pytest.mark.slow
 def test_a_template_that_was_compiled_before_is_limited_too():
     script = (
         "from transformers.utils import chat_template_utils as utils\n"

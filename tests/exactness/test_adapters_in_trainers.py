@@ -88,6 +88,7 @@ def plain(kind: str, base: str, **options: Any) -> Run:
     return trained(kind, base_model(kind, base), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "base"), slow_but([("SFT", "dense")], CASES))
 def test_the_lean_techniques_together_change_nothing(kind, base):
     options = {name: value for each in LEAN for name, value in with_it(TECHNIQUES[each]).items()}

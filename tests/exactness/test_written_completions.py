@@ -93,6 +93,7 @@ SWEPT = [cell for number, cell in enumerate(CELLS) if (number + ONLINE.index(cel
 """Every second one, and of each method others."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "technique"), slow_but(CELLS[:1], CELLS, swept=SWEPT))
 def test_completions_are_those_of_the_plain_run(kind, technique):
     run, written = trained(kind, **with_it(TECHNIQUES[technique]))
@@ -106,6 +107,7 @@ def test_completions_are_those_of_the_plain_run(kind, technique):
     assert weights <= ROUNDING
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["GRPO"], ONLINE))
 def test_later_completions_depend_on_what_was_learned(kind):
     _, written = plainly(kind, "")
@@ -114,6 +116,7 @@ def test_later_completions_depend_on_what_was_learned(kind):
     assert written[-1] != untrained[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", slow_but(["bfloat16 mixed precision"], IN_BFLOAT16))
 @pytest.mark.parametrize("kind", slow_but(["GRPO"], ONLINE))
 def test_what_writes_in_bfloat16_is_what_learns(kind, technique):

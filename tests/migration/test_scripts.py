@@ -120,6 +120,7 @@ def test_a_script_of_trls_commands_trains_pushes_and_resumes(script, model, data
     assert run(script, again, monkeypatch)["trainer"].state.global_step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", slow_but([*ROWS_OF][:1], ROWS_OF))
 def test_the_losses_are_those_of_the_same_script_with_trl(script, model, data, tmp_path, monkeypatch):
     pytest.importorskip("trl", reason="the comparison needs the bench extra (trl)")
@@ -142,6 +143,7 @@ def test_a_mixture_trains(model, data, tmp_path, monkeypatch):
     assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "rows"),
     slow_but([("orpo", "preference")], [("orpo", "preference"), ("cpo", "implicit"), ("bco", "label")]),

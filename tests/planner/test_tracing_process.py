@@ -61,6 +61,7 @@ def lowtide_tokenizer():
     return make_tokenizer()
 
 
+@pytest.mark.slow
 def test_what_is_said_there_is_said_here(caplog):
     with caplog.at_level(logging.WARNING, logger="lowtide"), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -85,6 +86,7 @@ def test_errors_come_as_they_were_raised():
         in_tracing_process(report, "peculiar")
 
 
+@pytest.mark.slow
 def test_what_is_printed_there_is_no_answer():
     assert in_tracing_process(answer, "printed") == "answered"
 

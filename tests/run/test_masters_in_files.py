@@ -21,6 +21,7 @@ from lowtide.run.references import ReferenceMaker
 from tests.support.runs.streamed_runs import dpo, saved
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_let_go(), reason="this system does not let pages of a file go")
 def test_masters_in_a_file_are_let_go_as_they_are_split(tmp_path):
     """Of a float32 checkpoint that is mapped, no more than a weight is resident beside what training keeps."""

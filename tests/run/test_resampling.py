@@ -47,6 +47,7 @@ def groups(made: Made, size: int = 4) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.slow
 def test_groups_with_spread_stay_and_others_give_way_to_other_prompts(tmp_path):
     plain = online(tmp_path / "plain", **{**SOME, "dynamic_sampling_rounds": 0}, per_device_train_batch_size=24)
     filled = online(tmp_path / "filled", **SOME, per_device_train_batch_size=24)
@@ -80,6 +81,7 @@ def test_groups_with_spread_stay_and_others_give_way_to_other_prompts(tmp_path):
     assert plain.state.log_history[0]["frac_reward_zero_std"] == pytest.approx(len(flat) / 6)
 
 
+@pytest.mark.slow
 def test_at_the_limit_groups_stay_and_it_is_said_once(tmp_path, caplog):
     def constant(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [1.0] * len(completion_ids)
@@ -93,6 +95,7 @@ def test_at_the_limit_groups_stay_and_it_is_said_once(tmp_path, caplog):
     assert caplog.text.count("after dynamic_sampling_rounds=2 rounds the completions of 2 prompts") == 1
 
 
+@pytest.mark.slow
 def test_stopped_within_a_window_and_resumed_the_bits_are_the_same(tmp_path):
     options = {**SOME, "gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 4}
     saving = {"save_strategy": "steps", "save_steps": 3}

@@ -157,6 +157,7 @@ def test_a_row_that_would_have_to_be_cut_is_refused():
         lowtide.DataCollatorForLanguageModeling(return_tensors="np")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "trainer"), [(DPOConfig, DPOTrainer), (RewardConfig, RewardTrainer)])
 def test_a_trainer_takes_one_for_its_own(config, trainer, tmp_path):
     save(tmp_path, seed=0)

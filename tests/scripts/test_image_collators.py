@@ -89,6 +89,7 @@ def test_a_call_leaves_its_rows_as_they_are():
     assert rows[0]["prompt"] == pairs()[0]["prompt"]
 
 
+@pytest.mark.slow
 def test_a_trainer_takes_one_for_its_own(tmp_path):
     rows = [{**row, "images": [stored(each) for each in row["images"]]} for row in pairs()]
     losses = []

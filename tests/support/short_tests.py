@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-ASKED, LIMIT = 2.0, 10.0
+ASKED, LIMIT = 1.0, 10.0
 """CPU seconds: above the first a test is listed, above the second it fails. What lies between is the tolerance for slow
 machines, and for the test that is the first to import something: on two busy threads of one core the same test has been
 seen to take four times the CPU seconds."""

@@ -11,6 +11,7 @@ from tests.support.matrix.matrix import make, rows
 from tests.support.matrix.matrix import watched as run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["DPO"], ["SFT", "DPO", "KTO", "ORPO", "Reward"]))
 @pytest.mark.parametrize("padding_free", [True, False])
 def test_noise_is_in_training_alone(kind, padding_free):

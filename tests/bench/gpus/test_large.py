@@ -13,6 +13,7 @@ SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 SMALLER = {**SMALL, "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 4000}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["4 layers of a 70B, QLoRA, streamed"], CASES))
 def test_a_run_is_predicted_for_a_gpu_that_is_not_here(name):
     case = CASES[name]

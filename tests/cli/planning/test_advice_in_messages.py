@@ -44,6 +44,7 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+@pytest.mark.slow
 def test_what_only_scripts_can_give_is_not_told_to_commands():
     wrong = [
         f"{path.relative_to(PACKAGE)}:{line}: {text}"

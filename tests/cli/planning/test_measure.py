@@ -53,6 +53,7 @@ def test_both_peaks_are_said_and_nothing_is_written(measure, predicted, tmp_path
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.slow
 def test_the_line_that_is_shared_is_one_that_is_read(measure, predicted, model, data, tmp_path):
     file = tmp_path / "folder" / "runs.jsonl"
     for number in (1, 2):

@@ -18,6 +18,7 @@ from lowtide.cli.main import main
 from lowtide.memory.allocators.measure import resident_bytes
 from lowtide.planner.pieces import Searches
 from lowtide.planner.tracing.fake_run import FakeRun
+from tests.support.marks import slow_but
 
 MIB = 1 << 20
 FEW = (
@@ -25,6 +26,7 @@ FEW = (
     *("--activation_offloading", "false"),
 )
 """With all of them set there is little to choose, and to trace."""
+STREAMED_WHOLE = [("meta-llama/Meta-Llama-3-8B", "2048x1", "float32"), ("Qwen/Qwen2.5-7B", "1024x1", "float32")]
 PAST = "go past the 8 positions that the model was made for"
 
 
@@ -152,6 +154,7 @@ def test_over_devices_the_plan_is_json_too(plan):
     assert flops["bfloat16"] > flops["float32"]
 
 
+@pytest.mark.slow
 def test_an_estimate_is_a_table_or_json(plan):
     status, out, err = plan("--json", command="estimate")
     assert status == 0, err
@@ -235,6 +238,7 @@ def test_an_estimate_says_whether_it_fits(plan):
     assert "Assumed: " in out
 
 
+@pytest.mark.slow
 def test_lengths_stand_for_a_dataset(capsys, model):
     words = ["--model", str(model), "--lengths", "64x4", "--device", "4090"]
     status = main(["estimate", "dpo", *words, "--json"])
@@ -270,6 +274,7 @@ def test_a_method_that_another_trainer_lacks_is_refused_before_all_else(capsys, 
     assert "Axolotl has no cpo" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_the_file_for_another_trainer_is_the_one_that_is_run(capsys, model, tmp_path):
     file = tmp_path / "trl.yaml"
     words = ["plan", "sft", "--model", str(model), "--lengths", "64x4", "--device", "4090", "--for", "trl", *FEW]
@@ -316,11 +321,7 @@ def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
     assert any("host memory" in note for note in found["notes"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "lengths", "dtype"),
-    [("meta-llama/Meta-Llama-3-8B", "2048x1", "float32"), ("Qwen/Qwen2.5-7B", "1024x1", "float32")],
-)
+@pytest.mark.parametrize(("model", "lengths", "dtype"), slow_but((), STREAMED_WHOLE, swept=STREAMED_WHOLE[:1]))
 def test_trained_weights_are_streamed_where_nothing_else_fits(capsys, model, lengths, dtype):
     """An 8B, all of it, on a card of 24 GB; and a 7B whose backward holds most at its end, but with streamed weights at
     its beginning."""
@@ -357,6 +358,7 @@ def test_frozen_weights_in_float32_are_proposed_in_bfloat16(capsys, model):
     assert "stores them in half" not in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "budget", "says"),
     [
@@ -389,6 +391,7 @@ def test_rows_beyond_the_models_positions_are_refused_as_a_training_does(plan, w
     assert (status, "8 positions" in err, "max_length=8" in err) == (2, True, True), err
 
 
+@pytest.mark.slow
 def test_lengths_beyond_a_table_of_positions_are_refused_before_anything_is_traced(with_table, capsys, monkeypatch):
     monkeypatch.setattr(FakeRun, "traced", None)
     words = ["--model", str(with_table), "--lengths", "9x2"]
@@ -414,6 +417,7 @@ def with_few_positions(model, tmp_path) -> Path:
     return short
 
 
+@pytest.mark.slow
 def test_rows_beyond_computed_positions_are_taken_as_a_training_takes_them(plan, sft, with_few_positions):
     status, _, err = sft("--model", str(with_few_positions), steps=1)
     assert status == 0, err
@@ -429,6 +433,7 @@ def test_lengths_beyond_computed_positions_are_taken(words, with_few_positions, 
     assert PAST in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_run_with_a_budget_writes_what_it_chose(sft, tmp_path):
     status, _, err = sft("--memory_budget", "64GiB")
     assert status == 0, err

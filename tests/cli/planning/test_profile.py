@@ -33,6 +33,7 @@ def profile(model, data, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_it_writes_numbers_a_picture_and_a_page(profile, tmp_path, monkeypatch):
     asked = []
 
@@ -162,6 +163,7 @@ def test_the_page_says_when_nothing_lowers_the_largest_category():
     assert said not in html_of(made((replace(other, category="weights"), other)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium, which this machine does not have")
 @pytest.mark.parametrize("width", [380, 1280])
 def test_in_a_browser_the_pointer_tells_what_was_held(tmp_path: Path, width: int):

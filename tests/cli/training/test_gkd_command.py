@@ -45,6 +45,7 @@ def on_policy(given: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     return ours | {"dataset": str(prompts), "max_completion_length": 6}
 
 
+@pytest.mark.slow
 def test_on_policy_from_flags_and_run_files_alike(on_policy, capsys):
     check_flags_and_file("distillation", on_policy, capsys)
     assert "completions/mean_length" in capsys.readouterr().out

@@ -30,6 +30,7 @@ def given(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_flags_and_run_files_train_alike(given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     check_flags_and_file("masked-lm", given, capsys)
     saved = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
@@ -45,6 +46,7 @@ def test_a_missing_mask_token_is_one_message(given: dict[str, Any], capsys: pyte
     assert "has no mask token" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["lengths", "rows"])
 def test_the_peak_is_predicted(by: str, tmp_path: Path):
     """By the scores that masks leave: with all tokens masked, the head takes more."""

@@ -32,12 +32,14 @@ def given(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_flags_and_run_files_train_alike(given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     check_flags_and_file("seq2seq", given, capsys)
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run")
     assert model.generate(torch.tensor([[7, 8, 1]]), max_new_tokens=3).shape[1] > 1
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_their_base(given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     flags = [*flags_of({**given, "use_peft": True, "lora_r": 2}), "--lora_target_modules", "q", "v"]
     assert main(["seq2seq", *flags]) == 0, capsys.readouterr().err
@@ -58,6 +60,7 @@ def test_a_missing_start_token_is_one_message(given: dict[str, Any], capsys: pyt
     assert "has no decoder_start_token_id" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", slow_but(["lengths"], ["lengths", "rows"]))
 @pytest.mark.parametrize("family", slow_but(["t5"], ["t5", "bart"]))
 def test_the_peak_is_predicted(family: str, by: str, tmp_path: Path):

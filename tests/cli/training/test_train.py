@@ -40,6 +40,7 @@ def test_a_run_saves_model_tokenizer_report_and_all_its_options(sft, tmp_path):
     assert (options["learning_rate"], options["assistant_only_loss"], options["weight_decay"]) == (1e-3, True, 0.0)
 
 
+@pytest.mark.slow
 def test_the_run_file_of_a_run_repeats_it(sft, tmp_path):
     assert sft("--learning_rate", "1e-3")[0] == 0
     first = weights(tmp_path / "run")
@@ -81,6 +82,7 @@ def test_one_target_module_is_a_name_and_no_pattern(sft, tmp_path):
     assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_set_is_evaluated(sft, data, tmp_path):
     status, out, err = sft("--eval_dataset", str(data), "--save_steps", "2", steps=2)
     assert status == 0, err
@@ -110,6 +112,7 @@ def test_resuming_from_the_latest_checkpoint_ends_where_one_run_would(sft, tmp_p
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_leaves_the_checkpoints_before_whole(sft, tmp_path):
     assert sft("--save_steps", "2", steps=2)[0] == 0
     checkpoint = tmp_path / "run" / "checkpoint-2"
@@ -231,6 +234,7 @@ def test_a_budget_that_is_empty_is_no_amount(sft):
     assert (status, "memory budget '' is no amount of memory" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_several_datasets_train_as_one_file_of_them_would(sft, tmp_path, model, data):
     lines = data.read_text().splitlines(keepends=True)
     one, two, both = (tmp_path / name for name in ("one.jsonl", "two.jsonl", "both.jsonl"))

@@ -40,6 +40,7 @@ def written(folder: Path, made: list[dict[str, Any]]) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_sft_trains_on_files(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = [{"images": row["images"], "messages": row["prompt"] + row["chosen"]} for row in by_path(tmp_path)]
     training = ["--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--freeze_vision_tower", "true"]

@@ -23,6 +23,7 @@ def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow
 def test_flattening_trainer(run_example):
     names = run_example("flattening_trainer.py")
     trainer, batch = names["trainer"], names["batch"]

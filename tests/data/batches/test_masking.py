@@ -45,6 +45,7 @@ def marks(batch: RaggedBatch, rows: int) -> torch.Tensor:
     return marked.view(rows, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["tokens"], KINDS))
 def test_each_token_is_masked_with_the_probability(kind: str):
     rows, length = 20_000, 14
@@ -53,6 +54,7 @@ def test_each_token_is_masked_with_the_probability(kind: str):
     assert (found[1:-1] - 0.15).abs().max() < 0.012, "first and last tokens as those between"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["tokens"], KINDS))
 def test_masked_tokens_become_mask_tokens_or_random_ones_or_stay(kind: str):
     rows = 20_000

@@ -19,6 +19,7 @@ from lowtide.ops import mapped
 from lowtide.run import streamed_weights
 from lowtide.run.streamed_weights import check_before_loading, loaded_on_host, stream_frozen
 from lowtide.trainers.reports.start import StartReport
+from tests.support.marks import slow_but
 from tests.support.models.tiny_models import build
 from tests.support.runs.streamed_runs import (
     LORA,
@@ -55,8 +56,10 @@ def mapped_bytes(model) -> int:
     return total
 
 
-@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}], ids=str)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "checkpointing", slow_but([None], [None, {"use_reentrant": False}, {"use_reentrant": True}]), ids=str
+)
+@pytest.mark.parametrize("tied", slow_but([False], [False, True]))
 def test_lora_over_a_streamed_base_takes_the_steps_of_a_resident_one(tmp_path, tied, checkpointing):
     build(vocab_size=400, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
     name = str(tmp_path / "model")
@@ -71,6 +74,7 @@ def test_lora_over_a_streamed_base_takes_the_steps_of_a_resident_one(tmp_path, t
     assert mapped_bytes(trainer.model) == 0
 
 
+@pytest.mark.slow
 def test_layers_come_and_go(tmp_path):
     """One layer is resident at a time, forward, recomputed and backward."""
     name = saved(tmp_path / "model", num_hidden_layers=4, hidden_size=256, intermediate_size=1024)
@@ -102,6 +106,7 @@ def test_a_reference_of_its_own_is_streamed(tmp_path):
     assert stream_of(trainer.reference.model).bytes == sum(p.nbytes for p in trainer.reference.model.parameters())
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_policy_that_is_trained_whole_is_taken_from_its_files(tmp_path):
     name = saved(tmp_path / "model")
     wanted = outcome(dpo(name, tmp_path / "out", peft=None))
@@ -119,6 +124,7 @@ QUANTIZATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_quantized_base_is_streamed(tmp_path, quantization):
     """Codes and scales wait in a temporary file, and so does what is not quantized. By SGD, since AdamW makes steps of
@@ -152,6 +158,7 @@ def test_a_quantized_base_leaves_no_other_copy_of_itself(tmp_path):
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_quantized_reference_is_streamed(tmp_path):
     pytest.importorskip("bitsandbytes")
     name = saved(tmp_path / "model", hidden_size=128, intermediate_size=256)
@@ -285,6 +292,7 @@ def test_a_reference_that_moves_or_is_stored_otherwise_is_refused(tmp_path):
     refused("passed loaded", dpo, loaded, out, peft=None)
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_changed_in_place_stays(tmp_path, caplog):
     """Its pages are the process's own then, and would be lost."""
     name = saved(tmp_path / "model")
@@ -320,8 +328,8 @@ def test_what_was_not_declared_is_never_let_go():
 # -- trained weights -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
+@pytest.mark.parametrize("tied", slow_but([False], [False, True]))
+@pytest.mark.parametrize("optim", slow_but(["sgd"], ["adamw_torch_fused", "adamw_torch", "sgd"]))
 def test_all_weights_in_a_file_take_the_steps_of_resident_ones(tmp_path, tied, optim):
     build(vocab_size=400, tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
     name, options = str(tmp_path / "model"), {"optim": optim, "learning_rate": 2e-3, "weight_decay": 0.1}
@@ -341,6 +349,7 @@ def test_all_weights_in_a_file_resumed_to_the_same_bits(tmp_path):
     assert_all_resumes(tmp_path)
 
 
+@pytest.mark.slow
 def test_several_micro_batches_are_stepped_by_rows_too(tmp_path):
     name = saved(tmp_path / "model")
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}

@@ -175,6 +175,7 @@ class Played(Layers):
         super().__init__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_trainer_takes_the_steps_of_resident_weights(tmp_path, as_on_a_gpu, accumulated):
     name = saved(tmp_path / "model")
@@ -186,6 +187,7 @@ def test_a_trainer_takes_the_steps_of_resident_weights(tmp_path, as_on_a_gpu, ac
     assert_like(outcome(trainer), wanted)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_gives_the_same_bits(tmp_path, as_on_a_gpu):
     assert_all_resumes(tmp_path)
 

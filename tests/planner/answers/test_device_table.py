@@ -101,6 +101,7 @@ def test_a_budget_of_the_user_stays(one_way):
     assert fit.longest_row == 4096
 
 
+@pytest.mark.slow
 def test_where_a_batch_is_too_large_it_is_cut(one_way, monkeypatch):
     lengths = row_lengths("256x4", METHODS["sft"])
     whole = device_table({"cuda": run()}, lengths, model="tiny", devices=[DEVICE]).rows[0].fits[LORA]
@@ -112,6 +113,7 @@ def test_where_a_batch_is_too_large_it_is_cut(one_way, monkeypatch):
     assert cut.longest_row < 4096
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_it_takes(one_way):
     small = dataclasses.replace(DEVICE, memory_bytes=GIB // 4)
     found = device_table({"cuda": run()}, row_lengths("256x4", METHODS["sft"]), model="tiny", devices=[small])

@@ -155,6 +155,7 @@ def test_in_a_browser_a_command_has_the_lengths_that_were_chosen(tab, written):
     assert "--max_length 2048 " in command(11)
 
 
+@pytest.mark.slow
 @in_a_browser
 def test_in_a_browser_what_does_not_fit_says_so(tab, written):
     tab.open(written, width=800)

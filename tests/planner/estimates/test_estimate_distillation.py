@@ -46,6 +46,7 @@ def held_by_teacher(config: Any = TEACHER, dtype: torch.dtype = torch.float32) -
     return sum(p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers()))
 
 
+@pytest.mark.slow
 def test_the_teachers_weights_are_in_all_phases(tmp_path):
     found = estimated(tmp_path)
     assert {held["reference"] for held in found.phases.values()} == {held_by_teacher()}
@@ -66,6 +67,7 @@ def test_writing_is_a_phase(options, writes, tmp_path):
         assert found.phases["generate"]["keys"] > 0
 
 
+@pytest.mark.slow
 def test_longer_completions_take_more(tmp_path):
     short, long = (estimated(tmp_path, lmbda=1.0, max_new_tokens=most) for most in (100, 2000))
     assert long.phases["generate"]["keys"] > 3 * short.phases["generate"]["keys"]
@@ -77,6 +79,7 @@ def test_a_run_without_a_teacher_is_refused(tmp_path):
         estimated(tmp_path, teacher=None)
 
 
+@pytest.mark.slow
 def test_a_student_that_writes_all_has_no_phase_of_rewards_or_scores(tmp_path):
     """On-policy distillation: the teacher runs in the step."""
     always = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "save_strategy": "no"}

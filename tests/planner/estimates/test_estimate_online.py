@@ -63,6 +63,7 @@ def same_length(completions: list, **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reward", [SCORER, scorer], ids=["config", "model"])
 def test_the_weights_of_a_reward_model_are_in_all_phases(reward, tmp_path):
     found = estimated(tmp_path, reward=reward() if reward is scorer else reward)
@@ -78,12 +79,14 @@ def test_rewarding_is_a_phase_between_writing_and_scoring(tmp_path):
     assert [phase for phase in phases if phase in order] == order
 
 
+@pytest.mark.slow
 def test_the_forward_of_a_reward_model_is_counted(tmp_path):
     short = estimated(tmp_path, reward=SCORER).phases["reward"]["activations"]
     long = estimated(tmp_path, reward=SCORER, max_completion_length=24).phases["reward"]["activations"]
     assert 1.5 * short < long < 3 * short
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_a_function_takes_nothing(tmp_path):
     without = estimated(tmp_path)
     assert "reward" not in without.phases
@@ -91,6 +94,7 @@ def test_a_reward_that_is_a_function_takes_nothing(tmp_path):
         assert estimated(tmp_path, reward=reward) == without
 
 
+@pytest.mark.slow
 def test_a_reward_model_by_its_name_is_counted_in_the_dtype_of_its_files(tmp_path):
     model = scorer().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "scorer")
@@ -100,6 +104,7 @@ def test_a_reward_model_by_its_name_is_counted_in_the_dtype_of_its_files(tmp_pat
     assert described.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_cannot_be_described_is_named(tmp_path):
     quantized = LlamaConfig(**SIZES, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     for reward, name in ((nn.Linear(2, 1), "Linear"), (quantized, "llama")):
@@ -107,6 +112,7 @@ def test_a_reward_model_that_cannot_be_described_is_named(tmp_path):
         assert note.startswith(f"reward model {name} is not counted")
 
 
+@pytest.mark.slow
 def test_two_micro_batches_of_a_reward_model_take_no_more_than_one(tmp_path, monkeypatch):
     whole = estimated(tmp_path, reward=SCORER, num_generations=4)
     monkeypatch.setattr("lowtide.planner.tracing.reward_models.TOKENS", 30)
@@ -114,6 +120,7 @@ def test_two_micro_batches_of_a_reward_model_take_no_more_than_one(tmp_path, mon
     assert cut.phases["reward"]["activations"] < whole.phases["reward"]["activations"]
 
 
+@pytest.mark.slow
 def test_keys_of_a_deep_model_are_held_in_all_layers(tmp_path, monkeypatch):
     deep = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
     monkeypatch.setitem(globals(), "POLICY", deep)
@@ -122,6 +129,7 @@ def test_keys_of_a_deep_model_are_held_in_all_layers(tmp_path, monkeypatch):
         assert keys == 2 * 12 * SIZES["num_key_value_heads"] * 8 * 4 * (11 + 4 * 12)
 
 
+@pytest.mark.slow
 def test_generate_of_transformers_repeats_prompts(tmp_path):
     own, theirs = (
         estimated(tmp_path, generation_backend=each).phases["generate"]["keys"] for each in ("lowtide", "transformers")
@@ -156,6 +164,7 @@ def test_what_is_scored_before_an_update_is_counted(method, options, scores, tmp
     assert ("score" in estimated(tmp_path, method, **options).phases) is scores
 
 
+@pytest.mark.slow
 def test_the_memory_of_vllm_is_not_counted_and_that_is_said(tmp_path):
     assert VLLM_NOT_COUNTED in estimated(tmp_path, use_vllm=True).notes
     server = {"vllm_mode": "server", "vllm_server_base_url": "http://localhost:1"}

@@ -37,6 +37,7 @@ def weights(config: type, lengths: Any, device: str = "cpu", *, lora: bool = Tru
     return {**most, "elsewhere": found.host_bytes}
 
 
+@pytest.mark.slow
 def test_a_streamed_base_takes_a_layer():
     resident = weights(SFTConfig, TEXTS)
     streamed = weights(SFTConfig, TEXTS, base_weights="stream")
@@ -44,6 +45,7 @@ def test_a_streamed_base_takes_a_layer():
     assert LAYER + ADAPTERS <= streamed["weights"] <= 1.01 * (2 * LAYER + ADAPTERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"base_weights": "stream"}, {"optim": "adamw_lora_fa"}], ids=str)
 def test_what_goes_by_adapters_is_estimated_by_the_name_of_the_method(options):
     """Rows are prepared on a model without adapters, which once refused it."""

@@ -114,6 +114,7 @@ def test_what_writing_takes_is_predicted_with_the_tower(
     assert tensors == pytest.approx(living.peaks["generate"] - waiting, rel=0.06)
 
 
+@pytest.mark.slow
 def test_a_tower_whose_weights_are_drawn_until_they_are_in_a_range_is_described() -> None:
     """Without values there is no end to that: Siglip's."""
     predicted = lowtide.estimate(

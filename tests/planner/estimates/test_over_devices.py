@@ -94,6 +94,7 @@ def test_a_row_too_long_for_a_device_that_runs_it_alone_is_cut():
     assert plan.spread.host_bytes > 1 << 30
 
 
+@pytest.mark.slow
 def test_what_fits_nothing_is_one_message_with_the_least():
     message = r"nothing fits 540.0 MiB on each of 2 H100-80GB, .* smallest peak found"
     with pytest.raises(PlanError, match=message) as error:

@@ -84,6 +84,7 @@ WRITING: Mapping[str, dict[str, Any]] = {"SFT": {"eos_token": "<|unknown|>"}, "R
 """By method, options with which its trainer writes into tokenizer and model config."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", WRITING)
 def test_estimate_leaves_all_as_it_was(method, tmp_path):
     given = Given(tmp_path, method, **WRITING[method])
@@ -94,6 +95,7 @@ def test_estimate_leaves_all_as_it_was(method, tmp_path):
     assert given.state() == before
 
 
+@pytest.mark.slow
 def test_plan_leaves_all_as_it_was(tmp_path):
     given = Given(tmp_path)
     before = given.state()

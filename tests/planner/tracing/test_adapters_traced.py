@@ -67,6 +67,7 @@ def most_by_category(events: list[Event]) -> Counter[str]:
     return most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but([*ADAPTERS][:1], ADAPTERS))
 def test_weights_gradients_and_states_are_those_of_the_whole_model(case, tmp_path):
     adapters, alike = ADAPTERS[case]

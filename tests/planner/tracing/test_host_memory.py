@@ -57,6 +57,7 @@ def copied(found: Estimate) -> int:
     return power_of_two(found.phases["backward"]["rows"])
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_step_lie_on_the_device_and_are_copied_from_the_host(tmp_path):
     few, many = (predicted(tmp_path, gradient_accumulation_steps=steps) for steps in (1, 8))
     # ids and places of tokens, and of scores the place, the target and the segment, 8 bytes each; the row of a segment
@@ -105,6 +106,7 @@ def test_beside_a_gpu_the_same_is_predicted(tmp_path, technique):
     assert there.phases == here.phases
 
 
+@pytest.mark.slow
 def test_what_a_policy_keeps_of_layers_is_offloaded_too(tmp_path):
     inputs = predicted(tmp_path, activation_offloading=True)
     found = predicted(tmp_path, activation_offloading=True, checkpointing_policy="matmul")

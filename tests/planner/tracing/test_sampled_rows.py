@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from datasets import Dataset
 from transformers import LlamaConfig
 
@@ -60,6 +61,7 @@ def test_the_heaviest_micro_batches_are_those_of_all_rows(tmp_path):
     assert heaviest(some, budget) == heaviest(whole, budget)
 
 
+@pytest.mark.slow
 def test_where_the_longest_rows_are_left_out_all_are_prepared(tmp_path):
     rng = random.Random(1)
     rows = [{"prompt": "1 + 1 = ", "chosen": text(rng), "rejected": text(rng) + " + 0"} for _ in range(ROWS)]

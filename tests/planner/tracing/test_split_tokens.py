@@ -16,6 +16,7 @@ from lowtide.planner.estimate import RankTrace
 from lowtide.planner.tracing.fake_run import FakeRun
 from lowtide.ranks.sharding import Sharding
 from lowtide.run.options.configs import method_named
+from tests.support.marks import slow_but
 
 LAYERS, HEADS, KV_HEADS, DIM, TOKENS = 6, 8, 4, 16, 4096
 MODEL = LlamaConfig(
@@ -32,7 +33,9 @@ def run(method: str = "sft", **options: Any) -> FakeRun:
     return planned.faked(Dataset.from_list(rows_of(lengths)), {})
 
 
-@pytest.mark.parametrize(("ranks", "heads", "kv_heads"), [(2, 8, 4), (3, 9, 9), (4, 8, 4), (8, 8, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kv_heads"), slow_but([(2, 8, 4)], [(2, 8, 4), (3, 9, 9), (4, 8, 4), (8, 8, 8)])
+)
 def test_heads_are_sent_as_often_as_they_are_exchanged(ranks, heads, kv_heads):
     """In forward, in the forward of checkpointing, in backward; heads that do not divide are repeated or filled up."""
     for checkpointing, times in ((False, 2), (True, 3)):
@@ -41,6 +44,7 @@ def test_heads_are_sent_as_often_as_they_are_exchanged(ranks, heads, kv_heads):
         assert traced.sent_bytes == pytest.approx(times * LAYERS * one, rel=0.03)  # and the scores, which are few
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_slice_and_what_it_exchanges():
     ways = [Sharding(kind="ddp", devices=4, sequence_parallel=ranks) for ranks in (1, 4)]
     device = device_named("H100")
@@ -52,6 +56,7 @@ def test_a_rank_holds_its_slice_and_what_it_exchanges():
     assert 1 / 4 <= kept < 1 / 3
 
 
+@pytest.mark.slow
 def test_what_layers_compute_is_shared_out():
     device = device_named("H100")
     one, four = (run().split(ranks).traced(device) for ranks in (1, 4))
@@ -59,6 +64,7 @@ def test_what_layers_compute_is_shared_out():
     assert four.costs["layers"].flops == pytest.approx(one.costs["layers"].flops / 4, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in ("sft", "dpo") if name in METHODS])
 def test_pairs_are_split_too(method):
     assert run(method).split(2).traced(device_named("H100")).sent_bytes > 0

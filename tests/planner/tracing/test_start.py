@@ -63,6 +63,7 @@ def weights(run: FakeRun) -> int:
     return sum(p.nbytes for p in run.model.on_meta(run.model.layers).parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(
     ("adapters", "options"),
@@ -74,6 +75,7 @@ def test_a_start_holds_the_weights_and_the_adapters(tmp_path, adapters, options,
     assert weights(run) <= start_bytes(run) <= 1.02 * weights(run)  # buffers, such as rotary tables, come on top
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_masters_that_are_split_leave_their_files_one_by_one(tmp_path, shape):
     """A weight is there in float32 and in the form that it gets, and all others in one of the two."""
@@ -102,6 +104,7 @@ def test_a_reference_beside_split_masters_is_never_in_float32(tmp_path):
     assert both - alone <= 1.02 * bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lengths", "adapters", "options"),
     [
@@ -119,6 +122,7 @@ def test_a_start_is_predicted_and_never_above_the_peak(tmp_path, name, lengths, 
     assert estimate_run(run, CPU, beside=1000).start_bytes == found.start_bytes + 1000
 
 
+@pytest.mark.slow
 def test_each_of_equal_copies_starts_as_one_device_does(tmp_path):
     run = run_of(tmp_path, optim="adamw_flash")
     two = Sharding.read("ddp", devices=2)

@@ -49,7 +49,7 @@ def asked() -> list[Request]:
     return [*some_requests(), Request(prompt(9, 1), 6, seed=3), Request(prompt(10, 1), 4, seed=4)]
 
 
-@pytest.mark.parametrize(("case", "pace"), WINDOWS)
+@pytest.mark.parametrize(("case", "pace"), slow_but(WINDOWS[:1], WINDOWS))
 def test_tokens_do_not_depend_on_when_the_host_looks(case: str, pace: Pace):
     model, sampling = writer(), Sampling(30, stop_ids=STOPS, **SAMPLINGS[case])
     wanted = RaggedGenerator(pace=AT_ONCE).generate(model, asked(), sampling)
@@ -64,6 +64,7 @@ def test_tokens_do_not_depend_on_when_the_host_looks(case: str, pace: Pace):
     assert len({len(row.token_ids) for group in wanted for row in group}) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"top_p": 0.9}, {"top_p": 0.9, "repetition_penalty": 1.5}])
 def test_a_token_that_the_likeliest_do_not_settle_waits_for_the_look(changes: dict, monkeypatch: pytest.MonkeyPatch):
     model, sampling = writer(), Sampling(20, stop_ids=STOPS, **changes)
@@ -79,6 +80,7 @@ def test_a_token_that_the_likeliest_do_not_settle_waits_for_the_look(changes: di
     torch.testing.assert_close(written_logprobs(got), written_logprobs(wanted), atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_but(["mistral", "gpt2"], ["mistral", "gpt2", "gemma2", "gpt_oss", "gemma3", *TYPICAL_RECURRENT])
 )
@@ -90,6 +92,7 @@ def test_windows_other_rules_of_attention_and_states_are_kept(name: str):
     assert token_ids(got) == token_ids(RaggedGenerator(pace=AT_ONCE).generate(model, asked(), sampling))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gpt_oss"]))
 def test_a_kernel_that_is_told_how_many_keys_are_used_gives_the_same_tokens(name: str, monkeypatch: pytest.MonkeyPatch):
     model, sampling = writer(name), Sampling(20, stop_ids=STOPS)
@@ -115,6 +118,7 @@ def replying(request: int, number: int, completion: Completion) -> list[int] | N
     return None if False in completion.written else [40 + number, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "budget"),
     [({}, None), ({"repetition_penalty": 1.7}, 100), pytest.param({"top_p": 0.9}, 100, marks=pytest.mark.slow)],
@@ -163,7 +167,7 @@ def test_the_pace_goes_by_the_device():
         assert pace_on(torch.device("cpu")) == IN_WINDOWS
 
 
-@pytest.mark.parametrize("case", SAMPLINGS)
+@pytest.mark.parametrize("case", slow_but([*SAMPLINGS][:1], SAMPLINGS))
 def test_between_two_looks_a_graph_could_replay_every_step(case: str):
     model = writer("mistral", dtype=torch.bfloat16).to("meta")
     generator = RaggedGenerator()

@@ -152,6 +152,7 @@ def test_the_tower_runs_once_an_image_for_all_completions(family: str) -> None:
     assert seen == [len(world.inputs(0)["pixel_values"].flatten(0, -4 if family == "idefics3" else -2))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_written_depends_on_nothing_beside_it(family: str) -> None:
     world = World(family)

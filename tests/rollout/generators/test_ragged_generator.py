@@ -153,6 +153,7 @@ def test_all_is_freed_after_an_error(monkeypatch: pytest.MonkeyPatch):
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.slow
 def test_each_module_stays_in_its_mode_and_no_gradient_is_kept():
     model = writer("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -169,6 +170,7 @@ def test_each_module_stays_in_its_mode_and_no_gradient_is_kept():
     assert token_ids(got) == token_ids(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_adapters_write_what_they_are_scored_by(tied: bool):
     inner = writer(tie_word_embeddings=tied)

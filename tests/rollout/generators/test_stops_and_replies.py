@@ -149,6 +149,7 @@ def test_a_reply_is_cut_where_the_completion_is_full(generator: type):
     assert [row.finish for row in got[0]] == ["length"] * 2
 
 
+@pytest.mark.slow
 def test_replies_do_not_change_what_others_write():
     model, stop = writer(), tuple(range(3, 12))
     sampling = Sampling(30, stop_ids=stop)

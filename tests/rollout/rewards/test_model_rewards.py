@@ -275,6 +275,7 @@ def test_a_hostile_chat_template_of_a_reward_model_is_refused_with_the_row():
         reward(completed(chat=True))
 
 
+@pytest.mark.slow
 def test_a_model_is_read_at_the_tokens_at_which_it_was_trained(tmp_path):
     """A template writes a line break behind the stop token, at which training with whole conversations reads."""
     tokenizer, what = byte_tokenizer(CHATML, eos="<|im_end|>", pad="<eos>"), completed(chat=True)
@@ -299,6 +300,7 @@ def test_a_model_is_read_at_the_tokens_at_which_it_was_trained(tmp_path):
     torch.testing.assert_close(broken, read["as_generated"], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_are_read_at_the_tokens_at_which_they_were_trained(tmp_path):
     tokenizer, what = byte_tokenizer(CHATML, eos="<|im_end|>", pad="<eos>"), completed(chat=True)
     base = str(tmp_path / "base")

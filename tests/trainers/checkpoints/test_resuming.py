@@ -53,6 +53,7 @@ def check_same(whole: Run, again: Run) -> None:
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     slow_but(
@@ -81,6 +82,7 @@ def test_every_task_goes_on(kind, tmp_path):
     check_same(*resumed(kind, tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", slow_but(["galore_adamw"], ["galore_adamw", "galore_adafactor", "apollo_adamw"]))
 @pytest.mark.parametrize("more", slow_but([{}], [{}, IN_BACKWARD]), ids=["", "in backward"])
 def test_projections_of_gradients_go_on(optim, more, tmp_path):
@@ -125,6 +127,7 @@ def test_a_checkpoint_without_the_reference_that_moved_is_refused(tmp_path):
         moving.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"]))
 def test_tokens_are_counted_on(kind, tmp_path):
     # Those of step 1 are logged, those of step 2 are in the checkpoint only.
@@ -233,6 +236,7 @@ SCORES = [1.0, 3.0, 2.0, 0.0]
 """Of the four steps of a run; the second is the best."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"]))
 @pytest.mark.parametrize("limit", slow_but([1], [None, 1, 2]))
 def test_the_best_model_is_kept_and_loaded_as_transformers_does(kind, limit, tmp_path, monkeypatch):

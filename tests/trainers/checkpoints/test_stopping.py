@@ -47,6 +47,7 @@ def terminate() -> None:
     time.sleep(0.05)  # the signal is received in a thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "step", "saved"),
     slow_but(
@@ -169,6 +170,7 @@ def press() -> None:
     time.sleep(0.05)  # the signal is received in a thread
 
 
+@pytest.mark.slow
 def test_ctrl_c_once_finishes_the_step_and_saves(tmp_path, capfd):
     whole = weights(trained(tmp_path / "whole"))
     trainer, before = small(tmp_path / "run"), signal.getsignal(signal.SIGINT)
@@ -386,6 +388,7 @@ def stop_slowly(folder: Path) -> None:
     trainer.train()
 
 
+@pytest.mark.slow
 def test_a_step_that_takes_longer_ends_at_once_and_names_the_checkpoint_before(tmp_path, capfd):
     process = multiprocessing.get_context("fork").Process(target=stop_slowly, args=(tmp_path,))
     process.start()

@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide import SFTConfig, SFTTrainer
+from tests.support.marks import slow_but
 from tests.support.runs.online_runs import online, weights
 
 SETTINGS: dict[str, Any] = {
@@ -60,14 +61,17 @@ def assert_near(found: tuple, expected: tuple) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"chain_storage": "host"},
-        {"gradient_checkpointing": True, "rehearsal": False},
-        {"optimizer_in_backward": True, "max_grad_norm": 0.0},
-        {"activation_offloading": True},
-        {"mlp_tile_tokens": 8},
-    ],
+    slow_but(
+        [{}],
+        [
+            {},
+            {"chain_storage": "host"},
+            {"gradient_checkpointing": True, "rehearsal": False},
+            {"optimizer_in_backward": True, "max_grad_norm": 0.0},
+            {"activation_offloading": True},
+            {"mlp_tile_tokens": 8},
+        ],
+    ),
     ids=str,
 )
 def test_whole_rows_give_the_same_weights(options, tmp_path, monkeypatch):

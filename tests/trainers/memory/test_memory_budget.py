@@ -41,6 +41,7 @@ def trainer(args: lowtide.SFTConfig) -> lowtide.SFTTrainer:
     return lowtide.SFTTrainer(make_model(tokenizer, seed=0), args, train_dataset=ROWS, processing_class=tokenizer)
 
 
+@pytest.mark.slow
 def test_a_roomy_budget_buys_time(tmp_path):
     made = trainer(config(tmp_path, memory_budget="64GiB"))
     assert made.planned.settings == {"gradient_checkpointing": False}
@@ -79,6 +80,7 @@ def test_a_budget_below_the_process_says_what_is_most_and_one_below_the_weights_
     assert made.planned.peak_bytes > process_bytes()
 
 
+@pytest.mark.slow
 def test_what_is_doubtful_is_said_once(tmp_path, caplog):
     with caplog.at_level("WARNING", logger="lowtide"), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -43,6 +43,7 @@ def test_lengths_are_of_all_columns_of_tokens():
     assert row_lengths(iter([])) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"tokens_per_microbatch": 40}], ids=str)
 def test_it_leaves_nothing_behind(tmp_path, options):
     runs = []
@@ -153,6 +154,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["several micro-batches"], CASES))
 @pytest.mark.parametrize("kind", slow_but(["DPO"], ["SFT", "DPO", "KTO"]))
 def test_no_tensors_of_a_step_take_more_than_the_rehearsed_ones(kind, name, monkeypatch):

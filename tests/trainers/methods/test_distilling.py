@@ -30,6 +30,7 @@ CUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", slow_but(["accumulated"], CUTS))
 def test_however_a_step_is_cut_it_learns_the_same(cut, tmp_path):
     whole = trained(tmp_path / "whole", METHOD, beta=0.5)

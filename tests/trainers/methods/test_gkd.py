@@ -43,6 +43,7 @@ def assert_close(one: Any, other: Any) -> None:
         torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["accumulated"], SAME))
 def test_how_a_step_is_run_changes_no_number(name, tmp_path):
     plain = {"gradient_checkpointing": False}
@@ -92,6 +93,7 @@ def greedily(model: Any, prompt: list[int], most: int) -> list[int]:
     return written[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["student", "teacher"])
 def test_completions_are_those_of_generate_at_a_low_temperature(who, tmp_path):
     options: dict[str, Any] = {"lmbda": 1.0} if who == "student" else {"seq_kd": True}
@@ -206,6 +208,7 @@ def test_of_a_padded_vocabulary_the_common_rows_count(tmp_path):
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_what_is_written_ends_before_a_row_that_pads_the_vocabulary(tmp_path):
     padded = build_teacher(vocab_size=384)
     padded.lm_head.weight.data[320:] *= 4  # mostly these are drawn

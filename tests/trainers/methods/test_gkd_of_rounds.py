@@ -11,6 +11,7 @@ from datasets import Dataset
 from lowtide import GKDConfig, GKDTrainer
 from lowtide.data.batches.prompted import PromptedCollator, prompts_of
 from lowtide.ragged import RaggedBatch
+from tests.support.marks import slow_but
 from tests.support.references.parity_world import assistant, build_model, tokenizer, user
 from tests.support.runs.distilling import SETTINGS, build_teacher, losses, weights
 
@@ -101,7 +102,7 @@ SAME: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", slow_but([*SAME][:1], SAME))
 def test_how_rounds_are_laid_changes_no_number(name, tmp_path):
     rows, options = ROWS["completions"]
     made = [

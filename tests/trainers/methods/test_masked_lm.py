@@ -90,6 +90,7 @@ def test_masks_are_new_in_each_epoch_and_the_same_in_each_evaluation(tmp_path: P
     assert first["eval_perplexity"] == pytest.approx(torch.tensor(first["eval_loss"]).exp().item(), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     slow_but(
@@ -140,6 +141,7 @@ def test_adapters_learn(family: str, tmp_path: Path):
     assert sum(found[-3:]) < 0.95 * sum(found[:3])
 
 
+@pytest.mark.slow
 def test_what_is_logged(tmp_path: Path):
     trainer = run(tmp_path, max_steps=30, learning_rate=1e-2)
     first, last = trainer.state.log_history[0], trainer.state.log_history[-2]

@@ -48,6 +48,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "kto", "bco"]))
 @pytest.mark.parametrize("accumulated", slow_but([2], [1, 2]))
 def test_a_precomputed_reference_gives_the_same_run_bit_by_bit(method, accumulated, tmp_path):
@@ -142,6 +143,7 @@ def test_evaluation_uses_the_precomputed_reference_too(tmp_path):
     assert again["eval_loss"] == found[1]["eval_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", slow_but(["name"], ["name", "adapters", "untrained"]))
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_rows_that_come_after_training_get_their_reference(method, source, tmp_path):
@@ -160,6 +162,7 @@ def test_rows_that_come_after_training_get_their_reference(method, source, tmp_p
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_gone_is_said_to_be(tmp_path):
     made = trainer("dpo", tmp_path, precompute_ref_log_probs=True)
     made.train()
@@ -173,6 +176,7 @@ def test_a_reference_that_is_gone_is_said_to_be(tmp_path):
         made.evaluate(data("dpo", 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_reference_of_a_policy_with_adapters_is_the_policy_without(trained, tmp_path):
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -192,6 +196,7 @@ def test_the_reference_of_a_policy_with_adapters_is_the_policy_without(trained, 
     torch.testing.assert_close(made.reference(batch), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["kto"], ["dpo", "kto", "bco", "reward", "orpo", "cpo", "tpo"]))
 def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(method, tmp_path):
     through = trainer(method, tmp_path / "through", save_strategy="steps", save_steps=2)
@@ -201,6 +206,7 @@ def test_a_resumed_run_is_bit_by_bit_the_run_that_never_stopped(method, tmp_path
     assert_same(weights(through), weights(again))
 
 
+@pytest.mark.slow
 def test_bcos_running_mean_is_in_the_checkpoint(tmp_path):
     made = trainer("bco", tmp_path, save_strategy="steps", save_steps=2)
     made.train()
@@ -480,6 +486,7 @@ def test_our_own_collator_may_be_given(tmp_path):
     trainer("dpo", tmp_path, max_steps=1, arguments={"data_collator": collator}).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", slow_but([{}], [{}, {"prefix_sharing": False}, {"padding_free": False}]), ids=str)
 @pytest.mark.parametrize("method", slow_but(["dpo"], ALL))
 def test_a_budget_that_a_trainer_takes_holds_every_row(method, options, tmp_path):

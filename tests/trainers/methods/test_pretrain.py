@@ -172,6 +172,7 @@ def test_what_was_begun_is_taken_again_unless_it_is_another(tmp_path: Path):
     assert not [each for each in tmp_path.iterdir() if each.name.startswith("tmp")]
 
 
+@pytest.mark.slow
 def test_pretraining_goes_on_from_a_model(tmp_path: Path):
     made = trainer(tmp_path / "first", arguments={"eval_dataset": rows(10, seed=1)}, max_steps=10)
     made.train()
@@ -187,6 +188,7 @@ def test_an_evaluation_says_how_perplexed_it_is(tmp_path: Path):
     assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_by_bit(tmp_path: Path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     whole = trainer(tmp_path / "whole", **options)
@@ -222,6 +224,7 @@ def test_a_step_sees_its_tokens(tmp_path: Path):
     assert logged == [32 * 6, 32 * 12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.25, 5])
 def test_the_rate_rises_stays_and_falls(decay: float, tmp_path: Path):
     made = trainer(tmp_path, max_steps=20, warmup_steps=4, decay_steps=decay, learning_rate=1e-2)

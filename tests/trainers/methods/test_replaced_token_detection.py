@@ -64,6 +64,7 @@ def test_a_row_in_which_nothing_is_masked_counts_for_the_discriminator(tmp_path:
     torch.testing.assert_close(found, plain_loss(trainer.model, batch).detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["padded"], SAME))
 def test_how_a_step_is_run_changes_no_number(name: str, tmp_path: Path):
     one, other = run(tmp_path / "a", **SAME[name]), run(tmp_path / "b")
@@ -71,6 +72,7 @@ def test_how_a_step_is_run_changes_no_number(name: str, tmp_path: Path):
     assert_near(weights(one), weights(other))
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_bit_by_bit(tmp_path: Path):
     settings = {"max_steps": 6, "per_device_train_batch_size": 3, "save_strategy": "steps", "save_steps": 2}
     whole = make(tmp_path / "whole", texts(ROWS), **settings)
@@ -97,6 +99,7 @@ def test_what_is_saved_is_the_discriminator_and_goes_on_with_its_generator(tmp_p
     assert all(torch.equal(value, trained[name]) for name, value in again.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_it_learns_to_tell_tokens_apart(tmp_path: Path):
     trainer = run(tmp_path, max_steps=40, learning_rate=1e-2, mlm_probability=0.3, discriminator_weight=10.0)
     first, last = trainer.state.log_history[0], trainer.state.log_history[-2]

@@ -59,6 +59,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_plain_padded_computation(sh
             assert (gradients[name] - p.grad).abs().max() <= 1e-4 * scale, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["one row at a time"], SAME))
 def test_how_a_step_is_run_changes_no_number(name: str, tmp_path: Path):
     one, other = run(tmp_path / "a", peft_config=adapters(), **SAME[name]), run(tmp_path / "b", peft_config=adapters())
@@ -88,6 +89,7 @@ def test_a_checkpoint_without_its_generator_is_not_resumed_from(tmp_path: Path):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.slow
 def test_what_is_saved_are_adapters_that_fit_the_base_and_a_generator_that_loads(tmp_path: Path):
     build().save_pretrained(tmp_path / "base")
     tokenizer().save_pretrained(tmp_path / "base")

@@ -72,8 +72,8 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert (found[name] - p).norm() <= 1e-3 * p.norm() + 1e-4, name
 
 
-@pytest.mark.parametrize("family", ["bart", "t5"])
-@pytest.mark.parametrize("name", slow_but(["padded", "accumulated", "checkpointed"], SAME))
+@pytest.mark.parametrize("family", slow_but(["bart"], ["bart", "t5"]))
+@pytest.mark.parametrize("name", slow_but(["padded"], SAME))
 def test_how_a_step_is_run_changes_no_number(name: str, family: str, tmp_path: Path):
     if (name, family) == ("tiled MLP", "bart"):
         pytest.skip("its MLP is no module of its own, which is refused")
@@ -83,6 +83,7 @@ def test_how_a_step_is_run_changes_no_number(name: str, family: str, tmp_path: P
     assert_near(weights(one), weights(other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", slow_but([{}], [{}, {"gradient_accumulation_steps": 2}]))
 def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_bit_by_bit(options: dict[str, Any], tmp_path: Path):
     settings = {"max_steps": 6, "per_device_train_batch_size": 3, "save_strategy": "steps", "save_steps": 2, **options}
@@ -95,6 +96,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_goes_on_bit_by_bit(options: dic
     assert all(torch.equal(p, expected[name]) for name, p in weights(resumed).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bart", "t5"])
 def test_adapters_learn(family: str, tmp_path: Path):
     targets = ["q_proj", "v_proj"] if family == "bart" else ["q", "v"]
@@ -105,6 +107,7 @@ def test_adapters_learn(family: str, tmp_path: Path):
     assert sum(found[-3:]) < 0.98 * sum(found[:3])
 
 
+@pytest.mark.slow
 def test_what_is_logged(tmp_path: Path):
     trainer = run(tmp_path, max_steps=30, learning_rate=3e-3)
     first, last = trainer.state.log_history[0], trainer.state.log_history[-2]
@@ -121,6 +124,7 @@ def test_a_stream_is_trained_on(tmp_path: Path):
     assert len(losses(trainer)) == 4
 
 
+@pytest.mark.slow
 def test_a_collator_that_only_pads_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     collator = DataCollatorForSeq2Seq(tokenizer())
     trainer = make(tmp_path / "a", rows(ROWS), data_collator=collator, **PLAIN)
@@ -140,8 +144,8 @@ def tokens_of(prediction: Any) -> dict[str, float]:
     return {"written": float(weigh[0].sum()), "labels": float(weigh[1].sum())}
 
 
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("family", ["bart", "t5"])
+@pytest.mark.parametrize("beams", slow_but([1], [1, 2]))
+@pytest.mark.parametrize("family", slow_but(["bart"], ["bart", "t5"]))
 def test_compute_metrics_gets_what_transformers_writes(family: str, beams: int, tmp_path: Path):
     options = {"predict_with_generate": True, "generation_max_length": 9, "generation_num_beams": beams}
     held_out = tokenized(9, seed=1)
@@ -173,6 +177,7 @@ def test_compute_metrics_gets_what_transformers_writes(family: str, beams: int, 
     assert ours.predict(held_out, max_new_tokens=1).predictions.shape == (9, 2)
 
 
+@pytest.mark.slow
 def test_writing_leaves_training_as_it_was(tmp_path: Path):
     options = {"per_device_train_batch_size": 4, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}
     model = {"family": "t5", "dropout_rate": 0.1}
@@ -243,6 +248,7 @@ def test_what_is_written_begins_as_targets_do_in_training(tmp_path: Path):
     assert written[:, :2].tolist() == [[END, german]] * 4
 
 
+@pytest.mark.slow
 def test_what_is_written_is_in_the_order_of_the_rows_however_a_batch_is_cut(tmp_path: Path):
     given, options = rows(9, seed=3), {"predict_with_generate": True, "per_device_eval_batch_size": 8}
     whole = make(tmp_path, rows(8), **options, generation_max_length=5).predict(given)

@@ -42,7 +42,7 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(["micro-batches", "padded", "micro-batches, llama"], CASES))
+@pytest.mark.parametrize("case", slow_but(["micro-batches"], CASES))
 def test_a_step_is_the_same_whatever_way_it_is_run(case: str, tmp_path: Path):
     way, family = CASES[case]
     options = {"class_weights": [1.0, 3.0, 0.5], "learning_rate": 1e-3}
@@ -177,6 +177,7 @@ def evaluated(folder: Path, kind: str, **options: Any) -> tuple[dict[str, float]
     return found, logits_of(model.eval(), held_out), held_out, seen[-1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_classes(tmp_path: Path):
     found, logits, rows, seen = evaluated(tmp_path, "class", per_device_eval_batch_size=7, tokens_per_microbatch=40)
     target = np.array(rows["label"])
@@ -189,6 +190,7 @@ def test_an_evaluation_of_classes(tmp_path: Path):
     np.testing.assert_array_equal(seen.label_ids, target)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_several_labels(tmp_path: Path):
     found, logits, rows, seen = evaluated(tmp_path, "vector")
     target, guess = np.array(rows["label"]) > 0, (logits > 0).numpy()
@@ -197,6 +199,7 @@ def test_an_evaluation_of_several_labels(tmp_path: Path):
     assert seen.label_ids.shape == seen.predictions.shape == (20, 3)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_values(tmp_path: Path):
     found, logits, rows, _ = evaluated(tmp_path, "value")
     target, values = np.array(rows["label"]), logits[:, 0].numpy()
@@ -274,6 +277,7 @@ def test_adapters_are_merged_with_their_head(saved_encoder: Path, tmp_path: Path
     np.testing.assert_allclose(made.predict(rows).predictions, logits_of(merged, rows).numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_by_bit(tmp_path: Path):
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
     rows = dataset(40, pairs=True)

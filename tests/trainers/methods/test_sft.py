@@ -85,6 +85,7 @@ def weights(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "options", slow_but([{}], [{}, {"tokens_per_microbatch": 64}, {"optimizer_in_backward": "two_pass"}])
@@ -124,6 +125,7 @@ class Kill(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", slow_but([True], [False, True]))
 @pytest.mark.parametrize("accumulation", slow_but([2], [1, 2]))
 def test_killed_and_resumed_is_bitwise_the_run_that_was_not(packing, accumulation, tmp_path, rows, tokenizer):
@@ -289,6 +291,7 @@ def test_evaluation_is_the_mean_over_all_scored_tokens(tmp_path, rows, tokenizer
     assert trainer.model.training is False or metrics["eval_mean_token_accuracy"] >= 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before_whole(tmp_path, rows, tokenizer, monkeypatch):
     trainer = SFTTrainer(
         build(),
@@ -399,6 +402,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, rows, tokenizer)
         SFTTrainer(build(vocab_size=20), config(tmp_path), train_dataset=rows, processing_class=tokenizer)
 
 
+@pytest.mark.slow
 def test_float16_weights_train_with_a_warning(tmp_path, rows, tokenizer, caplog):
     def losses(model, **more) -> list[float]:
         made = SFTTrainer(model, config(tmp_path, **more), train_dataset=rows, processing_class=tokenizer)
@@ -448,6 +452,7 @@ def test_a_stream_trains(tmp_path, rows, tokenizer):
     assert trainer.state.global_step == 3
 
 
+@pytest.mark.slow
 def test_lora_trains_only_adapters_and_equals_the_padded_run(tmp_path, rows, tokenizer):
     from peft import LoraConfig
 
@@ -525,6 +530,7 @@ def test_a_collator_that_cannot_pad_the_rows_is_refused_at_construction(tmp_path
         SFTTrainer(build(), config(tmp_path), processing_class=tokenizer, **given)
 
 
+@pytest.mark.slow
 def test_a_collator_that_keeps_packed_segments_trains_as_our_own(tmp_path, rows, tokenizer):
     found = []
     for collator in (None, DataCollatorWithFlattening()):
@@ -571,6 +577,7 @@ def learned_positions(positions: int = 24):
     return AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_longer_than_a_table_of_positions_are_refused_before_training(packing, tmp_path, rows, tokenizer):
     short = Dataset.from_dict({"text": ["w1 w2 <eos>"] * 8})

@@ -38,6 +38,7 @@ def weights_after(made: Any) -> dict[str, torch.Tensor]:
     return {name: each for name, each in made.model.state_dict().items() if "key" not in name and "k_lin" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_but(["micro-batches", "accumulation"], OTHER_WAYS))
 def test_a_step_is_the_same_whatever_way_it_is_run(way: str, tmp_path: Path):
     options = {"class_weights": "balanced", "label_all_tokens": True, "max_length": 20, "learning_rate": 1e-3}
@@ -87,6 +88,7 @@ def predicted_by_pipeline(model: Any, rows: Dataset) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label_all_tokens", [False, True])
 def test_entities_of_an_evaluation_are_of_whole_rows(label_all_tokens: bool, tmp_path: Path):
     held_out = dataset(20, seed=3)
@@ -156,6 +158,7 @@ def test_labels_without_entities_have_an_accuracy_alone(tmp_path: Path, caplog: 
     assert "return_entity_level_metrics=True has no effect: none of the labels begins with B-" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_by_name_gets_the_labels_of_the_rows(tmp_path: Path):
     BertModel(BertConfig(**SIZES)).save_pretrained(tmp_path / "base")
     tokenizer().save_pretrained(tmp_path / "base")
@@ -186,6 +189,7 @@ def test_the_head_is_trained_with_adapters(tmp_path: Path):
     assert "bert.encoder.layer.0.output.dense.weight" not in str(trained)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path):
     options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "class_weights": "balanced"}
     whole = trainer(tmp_path / "whole", **options)
@@ -203,6 +207,7 @@ def test_predictions_are_labels(tmp_path: Path):
     assert set(np.unique(found.predictions)) <= set(range(5))
 
 
+@pytest.mark.slow
 def test_the_loss_of_an_evaluation_does_not_depend_on_its_batches(tmp_path: Path):
     given = {"eval_dataset": dataset(30, seed=4)}
     losses = [

@@ -97,6 +97,7 @@ def test_what_rewards_log_wrongly_is_refused_by_its_name(call, message, tmp_path
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_column_may_be_logged_in_parts_and_is_checked_only_where_it_is_shown(tmp_path):
     parts = [("log_extra", "said", ["x"])] * 8
     whole = {"log_completions": True, "max_steps": 1}
@@ -104,6 +105,7 @@ def test_a_column_may_be_logged_in_parts_and_is_checked_only_where_it_is_shown(t
     online(tmp_path / "short", max_steps=1, arguments={"reward_funcs": logging_reward(*parts[:1])}).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_metric_that_is_no_number_is_warned_of_once(value, tmp_path, caplog):
     calls = logging_reward(("log_metric", f"share {value}", value))
@@ -176,6 +178,7 @@ def test_a_rollout_func_that_raises_is_named_in_its_traceback(tmp_path):
     assert "out_of_ideas" in raised.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_completions_that_are_all_rewarded_alike_teach_nothing_and_are_counted(tmp_path):
     trainer = online(tmp_path, arguments={"reward_funcs": lambda completions, **_: [1.0] * len(completions)})
     before = weights(trainer)
@@ -184,6 +187,7 @@ def test_completions_that_are_all_rewarded_alike_teach_nothing_and_are_counted(t
     assert trainer.state.log_history[0]["frac_reward_zero_std"] == 1.0
 
 
+@pytest.mark.slow
 def test_where_writing_runs_out_of_memory_less_is_written_at_a_time(tmp_path, monkeypatch):
     plain = online(tmp_path / "plain")
     plain.train()

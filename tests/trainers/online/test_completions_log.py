@@ -35,6 +35,7 @@ VALUES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_what_rewards_say_is_kept_of_whatever_kind(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     values = VALUES[name]

@@ -47,7 +47,7 @@ REWARDS = {"one value": constant, "one value, where known": constant_where_known
 
 
 @pytest.mark.parametrize("rewards", slow_but(["one value"], REWARDS))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but([*WAYS][:2], WAYS))
 def test_the_loss_and_every_gradient_are_0(way, rewards, tmp_path):
     if rewards == "sums" and "each function" in way:
         pytest.skip("the rewards of each function differ, and are normalized before they are added up")
@@ -129,6 +129,7 @@ OF_COMPLETIONS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_COMPLETIONS)
 def test_a_mean_over_completions_leaves_out_those_that_were_cut_off(name, tmp_path, monkeypatch):
     """It is that of the others alone."""

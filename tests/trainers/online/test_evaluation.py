@@ -48,6 +48,7 @@ def evaluated(folder: Path, name: str, rows: int) -> dict[str, float]:
     return {each: found[each] for each in names if each in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["GRPO"], METHODS))
 def test_whatever_is_written_at_a_time(name, tmp_path):
     expected = evaluated(tmp_path / "whole", name, 10)

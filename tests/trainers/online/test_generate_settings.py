@@ -40,6 +40,7 @@ def test_what_is_compared_with_is_scored_by_the_policy(tmp_path):
     torch.testing.assert_close(batch.score_values["old"].double(), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["GRPO"], ["GRPO", "RLOO"]))
 def test_a_run_with_beams_learns_however_its_steps_are_cut(method, tmp_path):
     options = {"generation_kwargs": {"do_sample": True, "top_k": 50, "num_beams": 2, "length_penalty": -0.1}}
@@ -57,6 +58,7 @@ def test_settings_hold(tmp_path):
     assert not {5, 6, 7} & {token for each in completions for token in each.token_ids}
 
 
+@pytest.mark.slow
 def test_do_sample_alone_leaves_the_generator(tmp_path):
     drawn = online(tmp_path / "drawn", generation_kwargs={"do_sample": True})
     assert drawn.written_by.startswith("lowtide's own")

@@ -83,8 +83,8 @@ def plain_logprobs(family: str, model: Any, row: dict[str, Any], completion: lis
     return logits.log_softmax(-1).gather(-1, whole[0, len(ids) :, None])[:, 0]
 
 
-@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", slow_but(["GRPO"], ["GRPO", "RLOO"]))
+@pytest.mark.parametrize("family", slow_but([*FAMILIES][:1], FAMILIES))
 def test_a_step_is_that_of_the_plain_computation(family: str, method: str, tmp_path: Path) -> None:
     """On a prompt with two images and on one without, in the same step."""
     reward, rate, group = Recorded(), 0.5, 4
@@ -136,6 +136,7 @@ def assert_stepped(run: Any, plain: Any, loss: Tensor) -> None:
     assert run.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
 def test_a_step_of_online_dpo_is_that_of_the_plain_computation(family: str, tmp_path: Path) -> None:
     """Against another reference, so that the losses of pairs are no constants."""
@@ -169,6 +170,7 @@ def valued(family: str, model: Any, row: dict[str, Any], ids: list[int]) -> tupl
     return logprobs, model.value_head(seen[0])[0, -len(ids) - 1 : -1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
 def test_a_step_of_ppo_is_that_of_the_plain_computation(family: str, tmp_path: Path) -> None:
     """Policy and value function see the images; the trunk learns of both."""
@@ -219,6 +221,7 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", slow_but(["a token budget"], WAYS))
 def test_every_way_to_take_a_step_gives_the_same_weights(way: str, usual: Any, tmp_path: Path) -> None:
     run = online(tmp_path, **{"beta": 0.05, "max_steps": 2, **WAYS[way]})
@@ -226,6 +229,7 @@ def test_every_way_to_take_a_step_gives_the_same_weights(way: str, usual: Any, t
     assert_near(weights(run), weights(usual))
 
 
+@pytest.mark.slow
 def test_the_tower_runs_once_an_image_for_a_group(tmp_path: Path) -> None:
     run, patches = online(tmp_path, max_steps=1, gradient_checkpointing=False, shuffle_dataset=False), []
     run.model.model.visual.patch_embed.register_forward_hook(lambda _, args, __: patches.append(len(args[0])))
@@ -235,6 +239,7 @@ def test_the_tower_runs_once_an_image_for_a_group(tmp_path: Path) -> None:
     assert patches == [once, once], "in writing and in the update"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
 def test_adapters_learn_against_the_model_without_them(family: str, tmp_path: Path) -> None:
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
@@ -261,6 +266,7 @@ def test_a_frozen_tower_stays(tmp_path: Path) -> None:
     assert not any("visual.blocks" in name or "patch_embed" in name for name in changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_path", slow_but([True], [True, False]))
 def test_a_run_that_stops_within_a_window_goes_on_with_the_same_bits(by_path: bool, tmp_path: Path) -> None:
     data = questions()
@@ -284,6 +290,7 @@ def test_a_run_that_stops_within_a_window_goes_on_with_the_same_bits(by_path: bo
 # -- what rewards see ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rewards_see_pictures(tmp_path: Path) -> None:
     reward, data = Recorded(), questions()
     for row in data:
@@ -318,6 +325,7 @@ def test_one_image_by_path_before_plain_text(tmp_path: Path) -> None:
     assert isinstance(reward.given[0]["image"][0], Image.Image)
 
 
+@pytest.mark.slow
 def test_the_table_of_completions_says_where_images_stand(tmp_path: Path) -> None:
     run = online(tmp_path, max_steps=1, log_completions=True, shuffle_dataset=False)
     run.train()
@@ -326,11 +334,13 @@ def test_the_table_of_completions_says_where_images_stand(tmp_path: Path) -> Non
     assert prompts[0].startswith("[user] Look: [image][image] What is number 0?")
 
 
+@pytest.mark.slow
 def test_prompts_that_are_evaluated_show_images_too(tmp_path: Path) -> None:
     run = online(tmp_path, per_device_eval_batch_size=8, given={"eval_dataset": Dataset.from_list(questions(2))})
     assert math.isfinite(run.evaluate()["eval_loss"])
 
 
+@pytest.mark.slow
 def test_prompts_of_text_train_a_vision_language_model(tmp_path: Path) -> None:
     data = [{"prompt": [{"role": "user", "content": f"What is {n}?"}]} for n in range(4)]
     reward = Recorded()

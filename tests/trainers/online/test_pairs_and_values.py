@@ -26,6 +26,7 @@ def options(method: str, **more) -> dict:
     return {"per_device_train_batch_size": 4, **METHODS[method], **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", slow_but(["within a token budget"], CUTS))
 @pytest.mark.parametrize("method", METHODS)
 def test_however_a_step_is_cut_it_learns_the_same(method, cut, tmp_path):
@@ -39,6 +40,7 @@ def test_however_a_step_is_cut_it_learns_the_same(method, cut, tmp_path):
 RESUMED = [("OnlineDPO", 2, 5), ("PPO", 2, 6), ("OnlineDPO", 2, 10), ("PPO", 7, 10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "step", "steps"), slow_but(RESUMED[:1], RESUMED))
 def test_resumed_anywhere_in_a_window_the_bits_are_the_same(method, step, steps, tmp_path):
     window = {"max_steps": steps} | (
@@ -69,6 +71,7 @@ class Undecided:
         return [-1 if number % 2 else 1 for number in range(len(prompts))]
 
 
+@pytest.mark.slow
 def test_pairs_that_a_judge_cannot_tell_teach_nothing(tmp_path):
     given = options("OnlineDPO", missing_eos_penalty=None, max_steps=2)
     judge = {"reward_funcs": None, "judge": Undecided()}
@@ -81,6 +84,7 @@ def test_pairs_that_a_judge_cannot_tell_teach_nothing(tmp_path):
     assert torch.equal(trainer.runner.gradients(batch), trainer.runner.gradients(alone))
 
 
+@pytest.mark.slow
 def test_a_long_prompt_keeps_its_end(tmp_path):
     given = options("OnlineDPO", max_length=16)
     trainer = online(tmp_path, "OnlineDPO", **given)
@@ -90,6 +94,7 @@ def test_a_long_prompt_keeps_its_end(tmp_path):
     assert rollout.prompts == [row["prompt_ids"][-(16 - longest) :]] * 2
 
 
+@pytest.mark.slow
 def test_beta_is_that_of_the_epoch(tmp_path):
     arguments = {"train_dataset": online(tmp_path, "OnlineDPO", **options("OnlineDPO")).train_dataset.select(range(4))}
     arguments["train_dataset"] = arguments["train_dataset"].remove_columns("prompt_ids")
@@ -99,6 +104,7 @@ def test_beta_is_that_of_the_epoch(tmp_path):
     assert found == pytest.approx([0.1, 0.3, 0.3, 0.3])
 
 
+@pytest.mark.slow
 def test_evaluation_keeps_pairs_together(tmp_path):
     given = options("OnlineDPO", per_device_eval_batch_size=1)
     trainer = online(tmp_path, "OnlineDPO", **given)

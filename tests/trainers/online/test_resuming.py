@@ -56,6 +56,7 @@ def test_resumed_anywhere_in_a_window_the_bits_are_the_same(step, whole, tmp_pat
     assert_same_weights(whole, resumed)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_between_windows_holds_no_rollout(tmp_path):
     trained(tmp_path, max_steps=2, **SAVING)
     assert not list(tmp_path.glob("checkpoint-*/rollout_*"))

@@ -45,6 +45,7 @@ def test_layers_hold_their_codes_and_scales(tmp_path: Path, double: bool, bits: 
     assert loading < 1.2 * quantized.phases["forward"]["weights"]  # never are all weights there as numbers
 
 
+@pytest.mark.slow
 def test_layers_that_are_streamed_take_one(tmp_path: Path):
     """Of 4-bit weights, scales included, as of others."""
     args = lowtide.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", base_weights="stream")

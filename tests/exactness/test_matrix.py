@@ -16,7 +16,7 @@ page = functools.cache(lambda: words_of(PAGE))
 
 
 FAST = [("SFT", name) for name in TECHNIQUES if not name.startswith("compiled layers")]
-PARTS = 10
+PARTS = 16
 """Of so many parts of the cells the first is slow, and the others are for the sweep."""
 CELLS = {
     (kind, name): (row + column) % PARTS

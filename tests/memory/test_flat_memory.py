@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from lowtide.memory.allocators import host_heap
+from tests.support.marks import slow_but
 from tests.support.matrix.matrix import ACTED, TECHNIQUES, make, with_it
 from tests.support.memory.storages import Storages
 
@@ -101,8 +102,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("technique", ACTED)
+@pytest.mark.parametrize("technique", slow_but((), ACTED, swept=[*ACTED][1::2]))
 def test_live_bytes_do_not_grow_with_steps(technique):
     if "torchao" in TECHNIQUES[technique].needs and " " in torch.__file__:
         pytest.skip("torchao compiles its step, which torch cannot where its path has a space")

@@ -31,6 +31,7 @@ from lowtide.planner.tracing.unroll import TRACED_LAYERS, unrolled
 from lowtide.planning import estimate, estimate_method, plan
 from lowtide.run.options.configs import method_of
 from lowtide.trainers.public import trainer_class
+from tests.support.marks import slow_but
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8_000,
@@ -219,6 +220,7 @@ def test_no_layer_is_told_by_others_that_are_not_like_it(tmp_path):
     assert "not alike" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_an_estimate_splits_its_peak_and_has_every_phase(tmp_path, monkeypatch):
     monkeypatch.setattr("lowtide.planner.estimate.process_bytes", lambda adapters, sharding: 500_000_000)
     config = config_of("SFTConfig", {"eval_strategy": "steps"}, str(tmp_path))
@@ -242,6 +244,7 @@ def test_on_cuda_the_allocator_is_replayed_and_the_context_is_told(tmp_path):
     assert found.peak_bytes > found.reserved_bytes
 
 
+@pytest.mark.slow
 def test_shards_are_smaller_than_the_whole(tmp_path):
     config = config_of("SFTConfig", {"bf16": True}, str(tmp_path))
     whole, split = (
@@ -251,6 +254,7 @@ def test_shards_are_smaller_than_the_whole(tmp_path):
     assert split.phases["optimizer"]["optimizer"] < 0.5 * whole.phases["optimizer"]["optimizer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DPOConfig", "GKDConfig"])
 def test_a_rank_has_its_part_of_a_reference_whose_layers_are_split(name, tmp_path):
     """But for its norms, which every rank has."""
@@ -294,6 +298,7 @@ def test_saving_holds_weights_and_states(tmp_path):
     assert not found.phases["saving"].get("gradients")
 
 
+@pytest.mark.slow
 def test_mixed_precision_holds_no_casts_of_weights_beyond_their_layer(tmp_path):
     args = lowtide.SFTConfig(str(tmp_path), use_cpu=True, report_to="none", bf16=True)
     found = estimate(args, LlamaConfig(**SIZES), lengths=[8]).phases["forward"]
@@ -340,8 +345,9 @@ BITSANDBYTES = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optim", BITSANDBYTES)
+@pytest.mark.parametrize(
+    "optim", slow_but((), BITSANDBYTES, swept=[each for n, each in enumerate(BITSANDBYTES) if n % 4])
+)
 def test_optimizers_of_bitsandbytes_are_traced_for_a_gpu_that_is_not_here(optim, tmp_path):
     pytest.importorskip("bitsandbytes")
     rows = Dataset.from_list([{"text": "1 + 1 = 2"}] * 4)
@@ -372,6 +378,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         estimate(args, LlamaConfig(**SIZES), lengths=[64])
 
 
+@pytest.mark.slow
 def test_torchao_keeps_tables_with_values(tmp_path):
     """They are made once in a process; made in a trace, all steps after it were wrong."""
     tables = pytest.importorskip("torchao.optim.subclass_8bit")
@@ -394,6 +401,7 @@ def test_arguments_that_there_are_not_are_refused(tmp_path):
         FakeRun(method_of(config), config, described, Dataset.from_list(rows_of([8])), adapters=None)
 
 
+@pytest.mark.slow
 def test_options_that_need_a_gpu_are_taken_where_there_is_none():
     rows = Dataset.from_list([{"text": "17 + 5 = 22 "}] * 8)
     described, tokenizer = LlamaConfig(**SIZES), make_tokenizer()

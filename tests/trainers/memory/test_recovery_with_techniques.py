@@ -27,7 +27,7 @@ def trainer(kind: str, technique: str, budget: int | None) -> Any:
     return make(kind, **with_it(TECHNIQUES[technique]), max_steps=3, tokens_per_microbatch=budget)
 
 
-@pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"]))
+@pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"], swept=["DPO"]))
 @pytest.mark.parametrize("place", slow_but(["backward"], PLACES))
 @pytest.mark.parametrize(
     "technique", slow_but(["activation offloading"], ["activation offloading", "tiled MLP", "compressed AdamW"])

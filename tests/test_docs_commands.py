@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from lowtide.cli.main import main
+from lowtide.cli.recipes import recipes
 from lowtide.demo.data import make_questions
 from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.demo.preferences import labelled_rows, pair_rows
@@ -43,14 +44,15 @@ ELSEWHERE = {  # by a word of the command, what runs it, or why nothing here can
     "demo": "tests/demo",
     "gpus": "tests/cli/planning/test_gpus.py",
     "page": "tests/docs_site",
+    "recipes": "tests/cli/test_recipes_command.py",
     "vllm-serve": "tests/with_vllm",
     "--use_vllm": "tests/with_vllm",
     "--push_to_hub": "needs the hub",
     "--deepspeed": "tests/trainers/sharded/test_deepspeed.py",
     "--fsdp": "tests/trainers/sharded/test_fully_shard.py",
     "--devices": "tests/planner/sharding",
-    "examples/recipes/llama-8b-8-gpus.yaml": "needs 8 processes",
-    "examples/recipes/million-tokens.yaml": "needs 8 processes",
+    "llama-8b-8-gpus.yaml": "needs 8 processes",
+    "million-tokens.yaml": "needs 8 processes",
     "hidden_size=512,num_hidden_layers=8": "tests/trainers/methods/test_pretrain.py, with fewer weights",
     "--torch_compile": "tests/memory",
     "--use_liger_kernel": "needs a GPU",
@@ -148,6 +150,8 @@ def test_the_commands_of_a_page_run(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shutil.copytree(DOCS.parent / "examples", "examples")
+    for recipe in recipes().values():
+        shutil.copy(recipe, recipe.name)
     for words in to_run(page):
         method = next((word for word in words if word in ROWS), "sft")
         lay_out(words, "vision" if page == "vision-language.md" else method)

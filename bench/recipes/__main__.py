@@ -1,4 +1,4 @@
-"""`python -m bench.recipes`: predicts what each run file of examples/recipes takes, from its model's config alone.
+"""`python -m bench.recipes`: predicts what each recipe of lowtide takes, from its model's config alone.
 
 No weights, no GPU and no network: the shapes are those of `bench.inputs.shapes`. `make docs` writes what was recorded
 into docs/recipes.md.
@@ -13,12 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.measuring.processes import ROOT
 from bench.measuring.results import RECIPES, merged, versions, write
 from bench.recipes.cases import GIB, RECIPES_BY_FILE
+from lowtide.cli.recipes import recipes
 
 SUMMARY = "Predict what each recipe takes, for its device, from its model's config alone."
-FOLDER = ROOT / "examples" / "recipes"
 NAME = "recipes"
 
 
@@ -51,7 +50,7 @@ def predicted(name: str) -> dict[str, Any]:
 
     recipe = RECIPES_BY_FILE[name]
     with TemporaryDirectory() as folder, tracing_here():
-        run = read_recipe(FOLDER / f"{name}.yaml", recipe.method, Path(folder))
+        run = read_recipe(recipes()[name], recipe.method, Path(folder))
         config: Any = run.config(use_cpu=True, report_to="none")
         found = lowtide.estimate(
             config,

@@ -7,10 +7,11 @@ import pytest
 import yaml
 
 from bench.measuring.results import path_of
-from bench.recipes.__main__ import FOLDER, predicted, read_recipe
+from bench.recipes.__main__ import predicted, read_recipe
 from bench.recipes.cases import RECIPES_BY_FILE
 from bench.recipes.tables import PAGE
 from lowtide.cli.main import main
+from lowtide.cli.recipes import recipes
 from lowtide.cli.training.train import config_of
 from lowtide.demo.data import make_questions, write_rows
 from lowtide.demo.lessons import LESSONS
@@ -28,17 +29,17 @@ def recorded() -> dict[str, dict]:
 
 
 def test_every_file_is_a_recipe_with_a_place_on_the_page_and_a_prediction():
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == RECIPES_BY_FILE.keys() == recorded().keys()
+    assert recipes().keys() == RECIPES_BY_FILE.keys() == recorded().keys()
     page = PAGE.read_text(encoding="utf-8")
     for name, recipe in RECIPES_BY_FILE.items():
-        assert f"\n## {name}\n\n    lowtide {recipe.method} --config examples/recipes/{name}.yaml\n" in page
+        assert f"\n## {name}\n\n    lowtide {recipe.method} --config {name}.yaml\n" in page
         assert f"[{recipe.title}](#{name})" in page
 
 
 @pytest.mark.parametrize("name", RECIPES_BY_FILE)
 def test_a_run_file_is_one_and_its_first_lines_say_its_command(name, tmp_path):
-    recipe, path = RECIPES_BY_FILE[name], FOLDER / f"{name}.yaml"
-    assert f"lowtide {recipe.method} --config examples/recipes/{name}.yaml" in path.read_text(encoding="utf-8")
+    recipe, path = RECIPES_BY_FILE[name], recipes()[name]
+    assert f"lowtide {recipe.method} --config {name}.yaml" in path.read_text(encoding="utf-8")
     config = read_recipe(path, recipe.method, tmp_path).config(use_cpu=True)
     assert isinstance(config, config_of(recipe.method))
 
@@ -66,7 +67,7 @@ def test_a_recipe_trains_a_tiny_model(name, tmp_path, monkeypatch):
     save(tmp_path / "model", seed=0)
     questions = make_questions(200, seed=0)[1]
     write_rows((row for question in questions for row in LESSONS[TINY[method]].rows(question)), tmp_path / "rows.jsonl")
-    given = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    given = yaml.safe_load(recipes()[name].read_text(encoding="utf-8"))
     given |= {"model": "model", "dataset": "rows.jsonl", "use_cpu": True, "max_steps": 2, "save_strategy": "no"}
     given |= {"max_length": 64} if "max_length" in given else {"max_completion_length": 8}
     for limit in ("max_prompt_length", "max_completion_length"):

@@ -22,7 +22,7 @@ from .case import FORK, Case, print_to
 
 RANKS = 2
 TIMEOUT = 5
-"""Seconds of `ddp_timeout`."""
+"""Seconds of `ddp_timeout` that a rank which is stopped costs on an idle machine."""
 SLACK = 30
 """Seconds to find out which rank is missing and to end, on a machine that does other things too."""
 PLACES = {
@@ -33,6 +33,14 @@ PLACES = {
 }
 """By name: the method of a trainer at whose second call, or only one, the rank fails."""
 FAULTS = ("killed", "stopped", "raises")
+
+
+def timeout_for(fault: str) -> int:
+    """Seconds of `ddp_timeout`: long enough that no rank is given up before it fails, on a machine that does other
+    things too. Only a rank that is stopped is waited for so long; of the others the connection ends."""
+    if fault != "stopped":
+        return 60
+    return round(TIMEOUT * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def fail_at(place: str, fault: str, folder: Path) -> None:
@@ -56,7 +64,7 @@ def fail_at(place: str, fault: str, folder: Path) -> None:
         setattr(kind, PLACES[place], failing)
 
 
-def train(rank: int, port: int, folder: Path, rows: str, place: str, fault: str) -> None:
+def train(rank: int, port: int, folder: Path, rows: str, place: str, fault: str, timeout: int) -> None:
     """What a rank runs; `fault` is empty where it does not fail."""
     print_to(folder / f"rank{rank}.txt")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
@@ -68,7 +76,7 @@ def train(rank: int, port: int, folder: Path, rows: str, place: str, fault: str)
         "--output_dir",
         str(folder / "run"),
         "--ddp_timeout",
-        str(TIMEOUT),
+        str(timeout),
         "--disable_tqdm",
         "--report_to",
         "none",
@@ -87,19 +95,20 @@ def ended(folder: Path, failing: int, place: str, fault: str, few: bool = False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = []
+    ranks, timeout = [], timeout_for(fault)
     for rank in range(RANKS):
         own = rank == failing
         data = str(folder / ("few.jsonl" if few and own else "rows.jsonl"))
-        ranks.append(FORK.Process(target=train, args=(rank, port, folder, data, place, fault if own else "")))
+        ranks.append(FORK.Process(target=train, args=(rank, port, folder, data, place, fault if own else "", timeout)))
         ranks[rank].start()
     survivors = [rank for rank in range(RANKS) if not (rank == failing and fault == "stopped")]
     deadline = time.monotonic() + 60
     while not (few or (folder / "failed").exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert few or (folder / "failed").exists(), "the place was not reached"
     found = {}
     for rank in survivors:
-        ranks[rank].join(TIMEOUT + SLACK)
+        ranks[rank].join(SLACK + (timeout if fault == "stopped" else 0))
         text = (folder / f"rank{rank}.txt").read_text()
         assert ranks[rank].exitcode is not None, f"rank {rank} still waits: {text}"
         found[rank] = ranks[rank].exitcode, text

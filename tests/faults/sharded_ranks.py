@@ -26,7 +26,7 @@ from lowtide.trainers.checkpoints.choosing import last_whole
 from lowtide.trainers.checkpoints.output_folder import checkpoints_of
 
 from .case import FORK, Case, print_to
-from .ranks import RANKS, SLACK, TIMEOUT
+from .ranks import RANKS, SLACK, timeout_for
 
 LAYER = "transformers.models.qwen3.modeling_qwen3:Qwen3DecoderLayer.forward"
 STEP = "lowtide.trainers.hooks:LowtideTrainer.training_step"
@@ -179,7 +179,7 @@ def words_of(folder: Path, moment: Moment, *more: str) -> list[str]:
     return [*words, "--per_device_train_batch_size", "4", "--per_device_eval_batch_size", "4"]
 
 
-def train(rank: int, port: int, folder: Path, moment: Moment, fault: str) -> None:
+def train(rank: int, port: int, folder: Path, moment: Moment, fault: str, timeout: int) -> None:
     """What a rank runs; `fault` is empty where it does not fail."""
     print_to(folder / f"rank{rank}.txt")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
@@ -187,7 +187,7 @@ def train(rank: int, port: int, folder: Path, moment: Moment, fault: str) -> Non
     if fault:
         fail_at(moment, fault, folder)
     try:
-        sys.exit(main(words_of(folder, moment, *moment.engine, "--ddp_timeout", str(TIMEOUT))))
+        sys.exit(main(words_of(folder, moment, *moment.engine, "--ddp_timeout", str(timeout))))
     finally:
         atexit._run_exitfuncs()  # as an interpreter that ends; a forked process would not
 
@@ -217,8 +217,9 @@ def ended(folder: Path, failing: int, moment: Moment, fault: str) -> dict[int, t
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
+    timeout = timeout_for(fault)
     processes = [
-        FORK.Process(target=train, args=(rank, port, folder, moment, fault if rank == failing else ""))
+        FORK.Process(target=train, args=(rank, port, folder, moment, fault if rank == failing else "", timeout))
         for rank in range(RANKS)
     ]
     for each in processes:
@@ -232,7 +233,7 @@ def ended(folder: Path, failing: int, moment: Moment, fault: str) -> dict[int, t
     for rank in range(RANKS):
         if rank == failing and fault == "stopped":
             continue
-        processes[rank].join(TIMEOUT + SLACK)
+        processes[rank].join(SLACK + (timeout if fault == "stopped" else 0))
         text = (folder / f"rank{rank}.txt").read_text()
         assert processes[rank].exitcode is not None, f"rank {rank} still waits: {text}"
         found[rank] = processes[rank].exitcode, text

@@ -30,7 +30,9 @@ T = TypeVar("T")
 PATIENCE = 5.0
 """Seconds for the other ranks to leave their line, and for the store to answer."""
 LEFT = "left by another rank"
-"""The line of a rank that stopped because another one had."""
+"""What the line of a rank begins with that stopped because another one had; what its collective said comes after it."""
+WAITED = "timed out"
+"""What a collective says that waited for a rank, in small letters."""
 LINE = 500
 """Characters of a line."""
 SIGNS = (
@@ -161,16 +163,34 @@ def who_stopped(said: str = "") -> str:
     Args:
         said: what this rank's collective said of it.
     """
-    _within_patience(_leave)
+    _within_patience(lambda: _leave(said))
     lines, ranks = _within_patience(_lines) or {}, dist.get_world_size()
-    own = [f"rank {rank} stopped at {line}" for rank, line in lines.items() if line != LEFT]
+    _within_patience(lambda: _store().set(_read_key(dist.get_rank(), _begun.number), ""))
+    own = [f"rank {rank} stopped at {line}" for rank, line in lines.items() if not _left(line)]
     if own:
         return "; ".join(own)
     silent = [str(rank) for rank in _others() if rank not in lines]
     if not silent:
-        return f"the ranks lost each other ({said})"
+        return _all_lost_each_other(said, lines)
     which = f"rank {silent[0]} of {ranks} does" if len(silent) == 1 else f"ranks {', '.join(silent)} of {ranks} do"
     return f"{which} not answer any more: killed, stopped or cut off ({said})"
+
+
+def _all_lost_each_other(said: str, lines: dict[int, str]) -> str:
+    """What to say where no rank stopped by itself: mostly one was slower than the others waited.
+
+    Args:
+        lines: by rank, what each of the others left.
+    """
+    waited = [f"rank {rank}" for rank, line in lines.items() if WAITED in line.lower()]
+    if WAITED in said.lower():
+        waited.append(f"rank {dist.get_rank()}")
+    if not waited:
+        return f"the ranks lost each other ({said})"
+    return (
+        f"no rank stopped by itself, but {' and '.join(waited)} waited for a slower one for longer than `ddp_timeout` "
+        f"({said}; raise it on a busy machine)"
+    )
 
 
 def _line(error: BaseException) -> str:
@@ -184,11 +204,16 @@ def _plain(error: BaseException) -> str:
     return text.partition("This is typically")[0].strip(" .")
 
 
-def _leave() -> None:
+def _leave(said: str) -> None:
     """Leaves the line of a rank that stopped because of another, unless it has said why it stopped itself."""
     store, key = _store(), _key(dist.get_rank(), _begun.number)
     if not store.check([key]):
-        store.set(key, LEFT)
+        store.set(key, f"{LEFT}: {said}"[:LINE])
+
+
+def _left(line: str) -> bool:
+    """Whether a line is that of a rank that stopped because of another."""
+    return line.startswith(LEFT)
 
 
 @functools.cache
@@ -198,16 +223,27 @@ def _keep_store_at_exit() -> None:
 
 
 def _keep_store() -> None:
-    """Closes the connections, at which the other ranks look into the store, and waits until they have."""
+    """Closes the connections, at which the other ranks look into the store, and waits until they have, or until those
+    that stopped by themselves have said so."""
     if not distributed() or dist.get_backend() != "gloo":
         return
     own, others, store = _key(dist.get_rank(), _begun.number), _others(), _store()
+
+    def others_have_read() -> bool:
+        return all(_needs_no_store(rank, store) for rank in others)
+
     if not _within_patience(lambda: store.check([own])):
         return  # it went on after that error
     _within_patience(dist.destroy_process_group)
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and not _within_patience(lambda: all(_line_of(rank, store) for rank in others)):
+    deadline = time.monotonic() + 2 * PATIENCE
+    while time.monotonic() < deadline and not _within_patience(others_have_read):
         time.sleep(0.05)
+
+
+def _needs_no_store(rank: int, store: Any) -> bool:
+    """Whether another rank has read what this one left, or has stopped by itself."""
+    line = _line_of(rank, store)
+    return store.check([_read_key(rank, _begun.number)]) or (line is not None and not _left(line))
 
 
 def _others() -> list[int]:
@@ -222,6 +258,10 @@ def _key(rank: int, begun: int) -> str:
     return f"lowtide/stopped/{begun}/{rank}"
 
 
+def _read_key(rank: int, begun: int) -> str:
+    return f"lowtide/read/{begun}/{rank}"
+
+
 def _line_of(rank: int, store: Any) -> str | None:
     """The line that a rank left in what this one has begun, whatever came after it, or why it stopped in its latest."""
     key = _key(rank, _begun.number)
@@ -229,7 +269,7 @@ def _line_of(rank: int, store: Any) -> str | None:
         return store.get(key).decode()
     if store.check([_begun_key(rank)]) and store.check([key := _key(rank, int(store.get(_begun_key(rank))))]):
         line = store.get(key).decode()
-        return None if line == LEFT else line
+        return None if _left(line) else line
     return None
 
 
@@ -238,7 +278,7 @@ def _lines() -> dict[int, str]:
     store, lines, deadline = _store(), {}, time.monotonic() + PATIENCE / 2
     while time.monotonic() < deadline:
         lines = {rank: line for rank in _others() if (line := _line_of(rank, store)) is not None}
-        if len(lines) == len(_others()) or any(line != LEFT for line in lines.values()):
+        if len(lines) == len(_others()) or not all(map(_left, lines.values())):
             break
         time.sleep(0.05)
     return lines

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from lowtide.compat.torch import hang_up
 from lowtide.ranks import failures
 from tests.support.ranks.processes import run_ranks
 
@@ -46,14 +50,14 @@ def lose_each_other(rank: int, folder: str) -> None:
 
 def read_late(rank: int, folder: str) -> None:
     """The first rank stops and has the store; the second says at once that it stops, and reads a second later."""
-    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False) if rank == 0 else None
+    store = TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = Path(folder) / "port"
     if store is not None:
         port.with_suffix(".new").write_text(str(store.port))
         port.with_suffix(".new").rename(port)
     while not port.exists():
         time.sleep(0.01)
-    store = store or dist.TCPStore("127.0.0.1", int(port.read_text()), 2, is_master=False)
+    store = store or TCPStore("127.0.0.1", int(port.read_text()), 2, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     dist.barrier()
     if rank == 0:
@@ -61,7 +65,12 @@ def read_late(rank: int, folder: str) -> None:
         failures._keep_store()
         os._exit(0)  # the store with it
     read = failures._lines
-    with mock.patch.object(failures, "_lines", lambda: time.sleep(1) or read()):
+
+    def late() -> dict[int, str]:
+        time.sleep(1)
+        return read()
+
+    with mock.patch.object(failures, "_lines", late):
         found = failures.who_stopped(CLOSED)
     assert found == "rank 0 stopped at ZeroDivisionError: as planned"
 
@@ -76,6 +85,24 @@ def test_where_no_rank_stopped_the_one_that_waited_is_named(tmp_path):
 
 def test_the_process_group_ends_with_a_command(tmp_path):
     run_ranks(leave_twice, str(tmp_path))
+
+
+def hang_up_alone(rank: int) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    own = socket.create_connection(server.getsockname())
+    with server.accept()[0] as end_of_own:
+        native = socket.create_connection(server.getsockname()).detach()
+        with server.accept()[0] as end_of_native:
+            hang_up(SimpleNamespace(port=None))
+            end_of_native.settimeout(5)
+            assert end_of_native.recv(1) == b""
+        own.send(b"x")
+        assert end_of_own.recv(1) == b"x"
+    os.close(native)
+
+
+def test_connections_that_python_made_are_kept():
+    run_ranks(hang_up_alone, ranks=1)
 
 
 def test_without_a_group_there_is_nothing_to_leave():

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime
+import gc
+import os
+import socket
 import sys
 import types
 from collections import OrderedDict
@@ -729,6 +732,29 @@ def is_left_out_of_graphs(function: Callable[..., Any]) -> bool:
 def default_store() -> Any:
     """The store of the default process group, which answers after a collective has failed."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def hang_up(store: Any) -> None:
+    """Ends this process's connections to other ranks, but for those of the store.
+
+    gloo ends them when its process group goes, which whoever holds the group keeps from going, as FSDP does, and its
+    `abort` and `shutdown` leave them open: ranks that wait would then wait until this process ends, and the store with
+    it. Connections that Python made are somebody else's. Where the system does not list them, nothing is done.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    kept = getattr(store, "port", None)
+    own = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
+    for descriptor in map(int, os.listdir(OPEN_FILES) if os.path.isdir(OPEN_FILES) else ()):
+        if descriptor in own:
+            continue
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and kept not in (connection.getsockname()[1], connection.getpeername()[1]):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+OPEN_FILES = "/proc/self/fd"
 
 
 def set_timeout_of_new_groups(timeout: datetime.timedelta) -> None:

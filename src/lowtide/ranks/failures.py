@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lowtide.compat.torch import default_store
+from lowtide.compat.torch import default_store, hang_up
 from lowtide.ranks.world import distributed
 
 T = TypeVar("T")
@@ -235,6 +235,7 @@ def _keep_store() -> None:
     if not _within_patience(lambda: store.check([own])):
         return  # it went on after that error
     _within_patience(dist.destroy_process_group)
+    hang_up(store)
     deadline = time.monotonic() + 2 * PATIENCE
     while time.monotonic() < deadline and not _within_patience(others_have_read):
         time.sleep(0.05)

@@ -24,6 +24,7 @@ GIB, GB = 1 << 30, 10**9
         ("2T", 2 << 40),
         ("123456", 123456),
         ("1_000b", 1000),
+        ("1,000,000b", 1_000_000),
         (123456, 123456),
     ],
 )
@@ -31,7 +32,7 @@ def test_an_amount_of_memory_is_read(text, count):
     assert bytes_of(text) == count
 
 
-@pytest.mark.parametrize("text", ["a lot", "24 lb", "", "-3GiB", "GiB", True])
+@pytest.mark.parametrize("text", ["a lot", "24 lb", "1,5GiB", "1,50,000", "", "-3GiB", "GiB", True])
 def test_what_is_no_amount_is_refused_with_what_would_be_one(text):
     with pytest.raises(ValueError, match=r"24GiB.*auto"):
         read_budget(text, CPU)

@@ -109,8 +109,37 @@ def test_weights_without_a_gradient_are_named(checkpointing, tmp_path, caplog):
 def test_the_loss_of_a_router_is_a_term_beside():
     module, off = torch.nn.Linear(1, 1), {"gradient_checkpointing": False}
     args = SimpleNamespace(learning_rate=1.0, weight_decay=0.0, without_gradient=lambda: [{"beta=0"}], **off)
-    assert unwise(args, module)
-    assert not unwise(args, module, aux_coefficient=0.1)
+    assert unwise(args, module, given=True)
+    assert not unwise(args, module, aux_coefficient=0.1, given=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"learning_rate": 1000}, "learning_rate=1000 moves each weight by up to 1000"),
+        ({"learning_rate": 1000, "optim": "sgd"}, ""),
+        ({"learning_rate": 1}, ""),
+        ({"adam_epsilon": 1e9}, "adam_epsilon=1e+09 divides nearly all of each step away"),
+        ({"max_grad_norm": 1e-30}, "max_grad_norm=1e-30 scales gradients below adam_epsilon=1e-08"),
+        ({"max_grad_norm": 1e-30, "optim": "sgd"}, ""),
+    ],
+)
+def test_steps_of_an_odd_length_are_unwise(options, said, tmp_path):
+    args = lowtide.SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", **{"weight_decay": 0.0, **options}
+    )
+    found = unwise(args, torch.nn.Linear(1, 1))
+    assert len(found) == bool(said)
+    assert all(each.startswith(said) for each in found)
+    assert not unwise(args, torch.nn.Linear(1, 1), given=True)
+
+
+@pytest.mark.parametrize(("rows", "said"), [(None, 0), (range(9), 0), (range(8), 0), (range(7), 1)])
+def test_a_step_of_more_rows_than_there_are_is_said(rows, said, tmp_path):
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    args = lowtide.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+    found = unwise(args, torch.nn.Linear(1, 1), rows=rows)
+    assert ["a step is to take 8 rows" in each for each in found] == [True] * said
 
 
 @pytest.mark.parametrize("method", ["dpo", "cpo"])

@@ -47,6 +47,10 @@ def read_budget(budget: str | int | float | None, device: Device) -> Budget:
     return Budget(device.memory_bytes, (f"the budget of {budget} is more than {device.name} has: {has} is used",))
 
 
+AMOUNT = re.compile(r"((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)")
+"""A number and its unit. A comma stands between thousands alone: `1,5` may be meant as one and a half."""
+
+
 def is_auto(budget: object) -> bool:
     """Whether a budget is the word for what the device has free."""
     return isinstance(budget, str) and budget.strip().lower() == AUTO
@@ -58,7 +62,7 @@ def bytes_of(budget: str | int | float) -> int:
     Raises:
         ValueError: it is none of these, or 0.
     """
-    match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?|\.[0-9]+)\s*([a-z]*)", str(budget).strip().lower())
+    match = AMOUNT.fullmatch(str(budget).strip().lower())
     if match is None or match[2] not in UNITS or isinstance(budget, bool):
         raise ValueError(
             f"memory budget {budget!r} is no amount of memory: write '24GiB', '24GB', a number of bytes, or '{AUTO}' "

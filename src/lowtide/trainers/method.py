@@ -145,8 +145,13 @@ class MethodTrainer(LowtideTrainer):
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
         self.add_callback(StartReport(cast(Any, self), run.engine))
-        given_optimizer = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        for advice in unwise(args, run.model, aux_coefficient=run.aux_coefficient, given=given_optimizer):
+        self._advise()
+
+    def _advise(self) -> None:
+        """Says what is unwise in the run."""
+        run, given = self.training_run, self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        rows = self.train_dataset if self.method.writes is None else None
+        for advice in unwise(self.args, run.model, aux_coefficient=run.aux_coefficient, given=given, rows=rows):
             logger.warning(advice)
 
     def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -24,7 +24,7 @@ from lowtide.run.optimizers import (
     settle_optimizer,
 )
 from lowtide.run.options.deepspeed import given_schedule
-from lowtide.run.options.schedule import schedule_arguments, unreached
+from lowtide.run.options.schedule import schedule_arguments, unevaluated, unreached
 from lowtide.trainers.checkpoints.run_record import optimizer_layout
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class OptimizerMaker:
             trainer.lr_scheduler = schedule_of(*found, unwrap_optimizer(optimizer or trainer.optimizer))
             return trainer.lr_scheduler
         if trainer.lr_scheduler is None and (text := unreached(args, num_training_steps)):
+            logger.warning(text)
+        if text := unevaluated(args, num_training_steps):
             logger.warning(text)
         given = args.lr_scheduler_kwargs
         args.lr_scheduler_kwargs = schedule_arguments(args, num_training_steps) or None

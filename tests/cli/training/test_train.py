@@ -316,3 +316,9 @@ def test_a_checkpoint_at_the_end_of_the_run_says_that_nothing_was_trained(sft, t
     status, out, _ = sft("--resume_from_checkpoint", "latest")
     assert status == 0
     assert "Nothing was trained: " in out
+
+
+def test_an_output_folder_in_the_home_folder_is_written_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert train.output_folder("~/run", None, "sft") == str(tmp_path / "run")
+    assert train.output_folder(None, "hub/name", "sft") == "name-sft"

@@ -5,8 +5,10 @@ import logging
 import pytest
 from datasets import Dataset, IterableDataset
 
+from lowtide.data.formats.samples import TextSample
 from lowtide.data.preference import PreferenceOptions, prepare_pairs, prepare_unpaired
 from lowtide.data.prepare import PrepareOptions, prepare
+from lowtide.data.report.doubts import Doubt, doubts_of
 
 pytestmark = pytest.mark.usefixtures("datasets_cache")
 
@@ -238,6 +240,11 @@ def test_rows_that_a_stream_leaves_out_are_said_once(tokenizer, caplog):
         assert len(list(prepared)) == 1500
     assert caplog.text.count("500 of the rows 0 to 999 have nothing to train on") == 1
     assert caplog.text.count("nothing to train on") == 1
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\u200b", "\ufeff \u200d\u00ad"])
+def test_a_text_of_which_nothing_shows_is_empty(text):
+    assert doubts_of([TextSample(text=text), TextSample(text=f"{text}a")]).tolist() == [Doubt.NO_ANSWER, 0]
 
 
 # -- what a template leaves out --------------------------------------------------------------------------------------

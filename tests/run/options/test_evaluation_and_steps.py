@@ -10,6 +10,7 @@ import pytest
 from transformers import EarlyStoppingCallback
 
 from lowtide import SFTConfig
+from lowtide.run.options.schedule import unevaluated
 from tests.support.matrix.matrix import make
 
 BASE: dict[str, Any] = {"use_cpu": True, "report_to": "none"}
@@ -85,6 +86,22 @@ def test_a_warmup_that_does_not_end_is_said_once(options, said, caplog):
     made = make("SFT", max_steps=2, lr_scheduler_type="linear", **options)
     made.train()
     assert caplog.text.count(f"learning_rate={made.args.learning_rate:g} is never reached. Lower warmup_steps") == said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"eval_steps": 1}, ""),
+        ({"eval_steps": 0.5}, ""),
+        ({"eval_steps": 3}, "eval_steps=3 is beyond the run's 2 steps"),
+        ({"eval_steps": 1, "eval_delay": 3}, "eval_delay=3 is beyond the run's 2 steps"),
+        ({"eval_strategy": "no", "eval_steps": 3}, ""),
+    ],
+)
+def test_evaluations_beyond_the_run_are_said(options, said, tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **{"eval_strategy": "steps", **options})
+    assert unevaluated(args, 2).startswith(said)
+    assert bool(unevaluated(args, 2)) == bool(said)
 
 
 @pytest.mark.parametrize(("every", "said"), [(2, 0), (1000, 1)])

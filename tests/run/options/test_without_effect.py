@@ -26,6 +26,7 @@ def said(trainer) -> dict[str, str]:
         ("SFT", {"ddp_find_unused_parameters": False}),
         ("SFT", {"liger_kernel_config": {"rope": False}}),
         ("SFT", {"optim_target_modules": "all-linear"}),
+        ("SFT", {"greater_is_better": True}),
         ("DPO", {"label_smoothing_factor": 0.1}),
     ],
 )

@@ -52,3 +52,13 @@ def test_the_folder_of_a_model_is_refused_however_it_is_spelled(spelled, tmp_pat
 def test_an_empty_name_is_refused(name):
     with pytest.raises(ValueError, match=r"output_dir='.*' must be the path of a folder"):
         SFTConfig(name, use_cpu=True)
+
+
+def test_a_variable_of_the_environment_is_not_put_in(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=f"names a variable of the environment, which is not put in: write '{tmp_path}/a'"
+    ):
+        check_output(Path("$PLACE/a"), {})
+    monkeypatch.delenv("PLACE")
+    check_output(tmp_path / "$PLACE", {})

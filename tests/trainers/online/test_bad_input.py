@@ -179,12 +179,13 @@ def test_a_rollout_func_that_raises_is_named_in_its_traceback(tmp_path):
 
 
 @pytest.mark.slow
-def test_completions_that_are_all_rewarded_alike_teach_nothing_and_are_counted(tmp_path):
+def test_completions_that_are_all_rewarded_alike_teach_nothing_and_are_counted(tmp_path, caplog):
     trainer = online(tmp_path, arguments={"reward_funcs": lambda completions, **_: [1.0] * len(completions)})
     before = weights(trainer)
     trainer.train()
     assert all(torch.equal(value, before[name]) for name, value in weights(trainer).items())
     assert trainer.state.log_history[0]["frac_reward_zero_std"] == 1.0
+    assert caplog.text.count("all completions of each prompt were rewarded alike (frac_reward_zero_std=1)") == 1
 
 
 @pytest.mark.slow

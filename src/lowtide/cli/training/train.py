@@ -403,7 +403,7 @@ def add_command(
 
 def output_folder(asked: str | None, model: str | None, method: str) -> str:
     """Where a run writes: the folder that is asked for, or one named after its model and method."""
-    return asked or f"{Path(model or 'model').name}-{method}"
+    return os.path.expanduser(asked) if asked else f"{Path(model or 'model').name}-{method}"
 
 
 def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **changes: Any) -> TrainingCommand:

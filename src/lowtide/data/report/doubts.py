@@ -5,6 +5,7 @@ the row's tokens; token ids without a token that ends them. A number and the fir
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from enum import IntFlag
 from typing import Any
@@ -39,6 +40,8 @@ class Doubt(IntFlag):
 
 
 NO_DOUBT = Doubt(0)
+SEEN = re.compile("[^\\s\u00ad\u200b-\u200f\u2060\ufeff]")
+"""A character that shows: no space, and none of the marks of width 0."""
 SAID = {
     Doubt.NO_ANSWER: "the text, the completion or a message of the assistant is empty or missing, or has special "
     "tokens alone, so that no more than an end token is learned of it. Remove such rows, or give them an answer.",
@@ -83,8 +86,8 @@ def _doubt_of(sample: Sample) -> Doubt:
         answered = [_said(message) for message in answers] or [""]
     else:
         return Doubt.NO_PROMPT if sample.prompt_tokens == 0 else Doubt(0)
-    no_prompt = any(isinstance(text, str) and not text.strip() for text in asked)
-    no_answer = any(not text.strip() for text in answered)
+    no_prompt = any(isinstance(text, str) and not SEEN.search(text) for text in asked)
+    no_answer = any(not SEEN.search(text) for text in answered)
     return (Doubt.NO_PROMPT if no_prompt else Doubt(0)) | (Doubt.NO_ANSWER if no_answer else Doubt(0))
 
 

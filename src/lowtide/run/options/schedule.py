@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from transformers.trainer_utils import SchedulerType
+from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU)
 """Schedules that begin with the whole learning rate."""
@@ -41,4 +41,19 @@ def unreached(args: Any, steps: int) -> str:
     return (
         f"warmup_steps={args.warmup_steps:g} raises the learning rate over {rising} steps, and the run has {steps}: "
         f"learning_rate={args.learning_rate:g} is never reached. Lower warmup_steps"
+    )
+
+
+def unevaluated(args: Any, steps: int) -> str:
+    """Says that a run of so many steps ends before the first evaluation that it asks for; empty where it does not."""
+    if IntervalStrategy(args.eval_strategy) != IntervalStrategy.STEPS:
+        return ""
+    every = math.ceil(steps * args.eval_steps) if args.eval_steps < 1 else args.eval_steps
+    first = max(1, math.ceil(args.eval_delay / every)) * every
+    if first <= steps:
+        return ""
+    name = "eval_delay" if every <= steps else "eval_steps"
+    return (
+        f"{name}={getattr(args, name):g} is beyond the run's {steps} steps, so that it is not evaluated while it "
+        f"trains. Lower {name}"
     )

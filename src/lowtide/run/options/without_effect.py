@@ -50,4 +50,7 @@ def without_effect(args: Any) -> list[tuple[str, str]]:
     if args.optim_target_modules is not None and not optimizer.startswith(OF_LOW_RANK):
         why = f"optim={optimizer!r} trains all modules; GaLore's and APOLLO's optimizers read it"
         found.append(("optim_target_modules", f"{args.optim_target_modules!r} has no effect: {why}"))
+    if args.greater_is_better is not None and args.metric_for_best_model is None:
+        why = "it requires metric_for_best_model, by which checkpoints are compared"
+        found.append(("greater_is_better", f"{args.greater_is_better!r} has no effect: {why}"))
     return found

@@ -32,6 +32,11 @@ def check_output(folder: Path, read: Mapping[str, Any], *, saves: bool = True) -
     """
     if "\0" in str(folder):
         raise ValueError(f"output_dir={str(folder)!r} has a zero byte, which no name of a folder has")
+    if os.path.expandvars(folder) != str(folder) and not folder.exists():
+        raise ValueError(
+            f"output_dir={str(folder)!r} names a variable of the environment, which is not put in: write "
+            f"{os.path.expandvars(folder)!r}"
+        )
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"output_dir={str(folder)!r} is a file: name a folder, or one that is not there yet")
     if saves or not folder.is_dir():

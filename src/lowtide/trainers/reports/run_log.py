@@ -12,6 +12,8 @@ from lowtide.trainers.reports.memory_log import MemoryLog, Prediction
 
 logger = logging.getLogger(__name__)
 
+FLAT = "frac_reward_zero_std"
+"""The metric of the share of groups whose completions are rewarded alike."""
 MOST_NAMED = 4
 """Kinds of weights that a warning names."""
 
@@ -42,21 +44,23 @@ class RunLog:
     def completed(self, logs: dict[str, Any]) -> dict[str, Any]:
         """Logs with the metrics since the last; a run's summary has those of steps not logged yet."""
         if "train_runtime" in logs:
-            return {**logs, **self._unlogged()}  # what `train` returns stays as it is
-        if "loss" in logs:
+            logs = {**logs, **self._unlogged()}  # what `train` returns stays as it is
+        elif "loss" in logs:
             before = self.tokens_trained
             logs.update(self._unlogged())
             logs.update(self._speed(self.tokens_trained - before))
             logs.update(self._memory.metrics(self.prediction))
-            if not self._has_logged and self.trainer.args.process_index == 0:
-                self._warn_of_no_gradient(logs.get("grad_norm"))
-            self._has_logged = True
+        else:
+            return logs
+        if not self._has_logged and self.trainer.args.process_index == 0:
+            self._warn_of_no_gradient(logs)
+        self._has_logged = True
         return logs
 
-    def _warn_of_no_gradient(self, norm: float | None) -> None:
-        """Says that weights have no gradient, as of layers that the forward leaves out, or that all of it is 0, as of
-        dead layers or inputs that reach no weight. Where a policy writes, rewards that are all equal give 0, which its
-        metrics say."""
+    def _warn_of_no_gradient(self, logs: dict[str, Any]) -> None:
+        """Says, with the first logs, that weights have no gradient, as of layers that the forward leaves out, or that
+        all of it is 0, as of dead layers or inputs that reach no weight, or, where a policy writes, of rewards that are
+        all equal."""
         trainer = self.trainer
         if names := trainer.runner.not_reached:
             kinds = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
@@ -67,7 +71,13 @@ class RunLog:
                 "why the loss does not depend on them"
             )
         writes = getattr(trainer, "rewards", None) is not None
-        if norm == 0 and not writes:
+        if logs.get(FLAT) == 1:
+            logger.warning(
+                f"until step {trainer.state.global_step} all completions of each prompt were rewarded alike "
+                f"({FLAT}=1), and nothing is learned of such rewards: look at the reward functions, raise "
+                "num_generations or the temperature, or take other prompts"
+            )
+        if logs.get("grad_norm") == 0 and not writes:
             logger.warning(
                 f"the gradient of step {trainer.state.global_step} is exactly 0, so that it moves no weight: look at "
                 "the weights that were loaded, the labels, and the options of the loss and the adapters"

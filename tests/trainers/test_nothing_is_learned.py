@@ -136,8 +136,13 @@ def test_steps_of_an_odd_length_are_unwise(options, said, tmp_path):
 
 @pytest.mark.parametrize(("rows", "said"), [(None, 0), (range(9), 0), (range(8), 0), (range(7), 1)])
 def test_a_step_of_more_rows_than_there_are_is_said(rows, said, tmp_path):
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    args = lowtide.SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+    args = lowtide.SFTConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        report_to="none",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+    )
     found = unwise(args, torch.nn.Linear(1, 1), rows=rows)
     assert ["a step is to take 8 rows" in each for each in found] == [True] * said
 

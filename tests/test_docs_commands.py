@@ -44,6 +44,7 @@ ELSEWHERE = {  # by a word of the command, what runs it, or why nothing here can
     "demo": "tests/demo",
     "gpus": "tests/cli/planning/test_gpus.py",
     "page": "tests/docs_site",
+    "convert": "tests/cli/test_convert.py",
     "recipes": "tests/cli/test_recipes_command.py",
     "vllm-serve": "tests/with_vllm",
     "--use_vllm": "tests/with_vllm",

@@ -26,6 +26,8 @@ NAMED = {
     "planner/answers/given_settings.py": "settings of other libraries",
     "planner/answers/page.py": "the method that the page begins with",
     "planner/answers/translations.py": "settings of other libraries",
+    "cli/converting/axolotl.py": "settings of other libraries",
+    "cli/converting/llama_factory.py": "settings of other libraries",
     "planner/answers/unsloth_script.py": "classes of another library",
     "engine/heads/classes.py": "the task that a model's card names",
     "cli/show.py": "its own options are those of SFT rows",

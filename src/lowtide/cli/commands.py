@@ -25,6 +25,10 @@ TOOLS = {
         "the loss of a trained model on held-out data, and tasks of lm-eval",
     ),
     "export": ("lowtide.cli.after_training.export", "write a model as a GGUF file for llama.cpp and Ollama"),
+    "convert": (
+        "lowtide.cli.converting.convert",
+        "write a run of Axolotl or LLaMA-Factory as a run file, naming what it leaves out",
+    ),
     "recipes": ("lowtide.cli.recipes", "list run files for common runs, and copy one to begin with"),
     "vllm-serve": ("lowtide.cli.vllm_serve", "start vLLM as a server that writes completions for a training"),
     "doctor": ("lowtide.cli.doctor", "what is installed, what this machine has, and what is missing"),

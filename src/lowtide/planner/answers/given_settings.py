@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig
@@ -17,6 +17,7 @@ from lowtide.methods import METHODS
 from lowtide.option_values import Option, options_of
 from lowtide.planner.answers.known_models import known_config
 from lowtide.planner.answers.row_lengths import BATCH
+from lowtide.planner.answers.translated import Translated
 from lowtide.planner.devices import device_named
 from lowtide.planner.plan import Plan
 from lowtide.run.options.configs import config_class
@@ -61,20 +62,14 @@ TWO_SIDES = ("dpo", "orpo", "reward")
 """Methods whose rows other trainers run as two sequences, each with the prompt."""
 
 
-@dataclass
-class Given:
-    """A plan's settings, of which a translation takes what the other trainer has a word for."""
+@dataclass(kw_only=True)
+class Given(Translated):
+    """A plan's settings."""
 
     method: str
     model: str | None
-    left: dict[str, Any]
-    """What nobody has taken yet."""
     processes: int = 1
     nodes: int = 1
-    written: dict[str, Any] = field(default_factory=dict)
-    """In the other trainer's words."""
-    lacks: dict[str, str] = field(default_factory=dict)
-    """By our option, what follows from its lack, where a translation says so itself."""
 
     @classmethod
     def of(cls, plan: Plan) -> Given:
@@ -85,7 +80,7 @@ class Given:
         if values.get("bf16") is None:
             values["bf16"] = not values.get("fp16") and _has_bf16(plan)
         cluster = None if plan.spread is None else plan.spread.cluster
-        given = cls(plan.method, values.get("model"), values)
+        given = cls(method=plan.method, model=values.get("model"), left=values)
         if cluster is not None and cluster.devices > 1:
             given.processes, given.nodes = cluster.devices, cluster.nodes
             values["num_processes"] = cluster.devices
@@ -103,21 +98,6 @@ class Given:
         self.left |= {BATCH: fits, STEPS: math.ceil(batch / fits)}
         more = "" if int(tokens) >= row else ", and rows are not run in pieces"
         self.lacks["tokens_per_microbatch"] = OURS["tokens_per_microbatch"] + more
-
-    def take(self, name: str, default: Any = None) -> Any:
-        """A setting, which then counts as translated."""
-        found = self.left.pop(name, None)
-        return default if found is None else found
-
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Writes settings under other names; those without a value are left."""
-        for here, there in names.items():
-            if self.left.get(here) is not None:
-                self.written[there] = self.left.pop(here)
-
-    def same(self, names: Iterable[str]) -> None:
-        """Writes settings under their own names."""
-        self.rename({name: name for name in names})
 
     def drop_evaluation(self, why: str) -> None:
         """Leaves out that a run is evaluated, where the other trainer would not find the rows for it."""

@@ -1,0 +1,1 @@
+"""`lowtide convert`: a run of another trainer as a run file."""

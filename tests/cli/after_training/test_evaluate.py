@@ -47,6 +47,12 @@ def test_the_loss_of_each_dataset_is_that_of_the_plain_model(talker, data, tmp_p
         assert f"{of_model[name]['loss']:.4g}" in shown
 
 
+def test_as_json_what_is_printed_is_what_is_written(talker, data, tmp_path, capsys):
+    output = tmp_path / "found.json"
+    assert main(["evaluate", str(talker), "--data", *data, "--device", "cpu", "--output", str(output), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(output.read_text())
+
+
 def test_the_options_of_the_run_are_kept(talker, data, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("# All options of this run: `lowtide sft --config` on this file repeats it.\nmodel: M\n"

@@ -52,6 +52,26 @@ def test_greedy_completions_are_those_of_transformers(talker, generate):
         }
 
 
+def test_as_json_it_says_what_was_written(talker, prompts, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    words = [
+        "generate",
+        str(talker),
+        "--prompts",
+        str(prompts),
+        "--output",
+        str(output),
+        "--max_new_tokens",
+        "3",
+        "--json",
+    ]
+    for new in (len(TEXTS), 0):
+        assert main(words) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["output"], found["model"], found["completions"]) == (str(output), str(talker), len(TEXTS))
+        assert (found["now"]["prompts"], found["now"]["tokens"]) == (new, 3 * new)
+
+
 def test_an_interrupted_command_goes_on_to_the_file_of_one_that_was_not(generate, tmp_path, monkeypatch, capsys):
     sampled = ["--temperature", "1", "--num_generations", "2", "--seed", "3"]
     whole, _ = generate(*sampled)

@@ -37,6 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--beside", nargs="+", default=[], metavar="M", help="further models to measure, as the base")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write all results as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
     parser.add_argument("--device", metavar="D", help="such as cpu or cuda:1 (default: a GPU where there is one)")
     data = parser.add_argument_group("held-out data")
     data.add_argument("--data", nargs="+", default=[], metavar="DATA", help="files, folders or hub names")
@@ -82,17 +83,21 @@ def run(arguments: argparse.Namespace) -> int:
         options = {"device": arguments.device, "ref_model": arguments.ref_model}
         found["method"] = method
         found["data"] = {each: losses(each, method, file, arguments.data, **options) for each in models}
-        for name in found["data"][models[0]]:
+        for name in () if arguments.json else found["data"][models[0]]:
             _show(f"{name} ({method})", {each: of[name] for each, of in found["data"].items()})
     if arguments.tasks:
         found["tasks"] = {each: _tasks(each, arguments) for each in models}
-        for name in found["tasks"][models[0]]:
+        for name in () if arguments.json else found["tasks"][models[0]]:
             _show(name, {each: _numbers(of[name]) for each, of in found["tasks"].items()})
+    text = json.dumps(found, indent=2, default=str)
     if arguments.output is not None:
         from lowtide.trainers.checkpoints.durable import write_text
 
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(arguments.output, json.dumps(found, indent=2, default=str) + "\n")
+        write_text(arguments.output, text + "\n")
+    if arguments.json:
+        print(text)
+    elif arguments.output is not None:
         print(shown(f"Written: {arguments.output}"))
     return 0
 

@@ -8,6 +8,7 @@ stopped. Its rows have `prompt` and `completion`, which `lowtide sft` takes.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--dataset_split", default="train", metavar="SPLIT", help="which split (default: train)")
     parser.add_argument("--dataset_config", metavar="NAME", help="which configuration of a dataset on the hub")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the JSONL file of completions")
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.add_argument("--overwrite", action="store_true", help="write the output anew if it is there")
     parser.add_argument("--as_chat", action="store_true", help="take prompts that are texts as messages of a user")
     parser.add_argument("--system", metavar="TEXT", help="the system's message of conversations that have none")
@@ -90,10 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     }
     output = Output(arguments.output, arguments.num_generations)
     done = output.begin(settings, overwrite=arguments.overwrite)
+    seconds, written = 0.0, 0
     if done < len(prompts):
         writer = Writer(options.load(folder), options, arguments.num_generations, arguments.prompts)
         _say(f"{folder}: {told(writer.sampling)}, by {writer.loaded.by}" + (f"; {done:,} rows are there" * bool(done)))
-        start, written = time.monotonic(), 0
+        start = time.monotonic()
         for first, groups in writer.write(prompts, done, arguments.batch_size):
             output.append(
                 [
@@ -106,7 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
             behind, seconds = first + len(groups), time.monotonic() - start
             left = seconds * (len(prompts) - behind) / (behind - done)
             _say(f"{behind:,} of {len(prompts):,} prompts, {written:,} tokens, {seconds:.0f} s, {left:.0f} s left")
-    print(shown(f"Written: {arguments.output} ({len(prompts) * arguments.num_generations:,} completions)"))
+    count = len(prompts) * arguments.num_generations
+    if arguments.json:
+        now = {"prompts": len(prompts) - done, "tokens": written, "seconds": seconds}
+        print(json.dumps({"output": str(arguments.output), "model": folder, "completions": count, "now": now}))
+    else:
+        print(shown(f"Written: {arguments.output} ({count:,} completions)"))
     return 0
 
 

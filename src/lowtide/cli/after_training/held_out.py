@@ -55,6 +55,8 @@ def losses(
     Raises:
         ValueError: the data or the model can't be used.
     """
+    from transformers import PrinterCallback
+
     from lowtide.cli.training.run_file import read_run_file
     from lowtide.cli.training.train import config_of, options_of_command
     from lowtide.data.sources.load import load_rows
@@ -82,6 +84,7 @@ def losses(
         trainer = trainer_class(METHODS[method])(
             model=run, args=args, train_dataset=few, eval_dataset=rows, **arguments
         )
+        trainer.remove_callback(PrinterCallback)  # what is found is shown once, by the command
         prepared: Any = trainer.eval_dataset
         return {name: _metrics(trainer.evaluate(prepared[name])) for name in rows}
 

@@ -49,7 +49,7 @@ RUN = (
     *(f"{method}.md" for method in TRAINERS),
     *MEMORY,
     *("chains.md", "prefix-sharing.md", "rollouts.md", "rewards.md", "plan.md", "a-step.md", "own-losses.md"),
-    "own-methods.md",
+    *("own-methods.md", "own-techniques.md"),
 )
 """Pages whose Python tests below run."""
 ALONE = ("after-training.md",)
@@ -183,6 +183,13 @@ def test_a_method_of_ones_own_is_trained_with():
     write_my_module()
     trainer = run("own-methods.md")["trainer"]
     assert trainer.args.gamma == 1
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
+def test_a_technique_of_ones_own_is_trained_with():
+    write_my_module()
+    trainer = run("own-techniques.md")["trainer"]
+    assert "activations in bfloat16" in [each.name for each in trainer.techniques]
     assert trainer.state.global_step == trainer.args.max_steps
 
 

@@ -65,6 +65,11 @@ class MemoryOptions:
         "Run each decoder layer as one function, with a backward of its own and, on a GPU, Triton kernels: fewer "
         "operations, less kept. For layers of Llama's form. None: on a GPU, where they can work.",
     )
+    techniques: list[str] | None = option(
+        None,
+        "Memory techniques of your own, each by its path, my_module.MY_TECHNIQUE, or by an entry point's name of the "
+        "group lowtide.techniques.",
+    )
     optimizer_in_backward: bool | str = option(
         False,
         "Step each parameter as its gradient arrives, and free that. 'two_pass' clips exactly, at twice the time.",
@@ -97,6 +102,12 @@ class MemoryOptions:
         """
         self._take_checkpointing_kwargs()
         self._check_streamed()
+        if self.techniques:
+            from lowtide.memory.own import own_technique
+
+            self.techniques = [self.techniques] if isinstance(self.techniques, str) else self.techniques
+            for name in self.techniques:
+                own_technique(name)
         for name in ("activation_offloading_dir", "activation_offloading_max_bytes"):
             if getattr(self, name) is not None and not self.activation_offloading:
                 raise ValueError(f"{name} requires activation_offloading=True: set that, or leave this out")

@@ -23,6 +23,7 @@ from lowtide.memory.kernels.liger import liger_kernels, why_no_kernels
 from lowtide.memory.optimizers.lora_fa import freeze_down_projections, why_no_projections
 from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name
 from lowtide.memory.options import TWO_PASS
+from lowtide.memory.own import OPTION, own_technique
 from lowtide.memory.technique import Choosing, Site, Technique
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.target import has_triton, kind_of, target_of
@@ -492,7 +493,8 @@ TECHNIQUES: dict[str, Technique] = {
 
 def active(options: Any) -> list[Technique]:
     """The techniques that a config has on."""
-    return [technique for technique in TECHNIQUES.values() if technique.on(options)]
+    own = map(own_technique, getattr(options, OPTION, None) or ())
+    return [*(technique for technique in TECHNIQUES.values() if technique.on(options)), *own]
 
 
 class ActiveTechniques:

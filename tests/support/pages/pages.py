@@ -26,7 +26,8 @@ def fenced(page: str, language: str) -> list[str]:
 
 def write_my_module() -> None:
     """Writes the `my_module.py` of all pages into the current folder: Python imports a module once."""
-    parts = [fenced(page, "python")[0] for page in ("own-losses.md", "own-methods.md")]
+    pages = ("own-losses.md", "own-methods.md", "own-techniques.md")
+    parts = [fenced(page, "python")[0] for page in pages]
     rewards = "def my_reward(completions, **rest):\n    return [0.5 for _ in completions]\n"
     Path("my_module.py").write_text("\n".join([*parts, rewards]), encoding="utf-8")
 

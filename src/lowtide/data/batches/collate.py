@@ -30,8 +30,9 @@ from transformers import PreTrainedTokenizerBase
 from lowtide.data.batches.completion_rounds import CompletionRound, completion_rounds
 from lowtide.data.batches.images import IMAGES, ImageReader
 from lowtide.data.batches.shared_rounds import whole_rounds
+from lowtide.data.batches.token_rows import PREFIX, PREFIX_LENGTH, SEGMENTS
 from lowtide.data.batches.values import DOCUMENT, LABEL, LENGTHS, NUMBER, OF_PROMPT, REFERENCE, WORDS
-from lowtide.ragged import SECOND_TEXT, RaggedBatch, Shown
+from lowtide.ragged import SECOND_TEXT, RaggedBatch, SegmentImage, Shown
 from lowtide.score_rules import IGNORE, NEXT_TOKEN, ScoreRule, ShiftedRight
 
 Row = Mapping[str, Any]
@@ -51,9 +52,29 @@ class RaggedCollator:
     """Makes the images of rows ready, of a vision-language model."""
 
     def __call__(self, rows: Sequence[Row]) -> RaggedBatch:
-        return RaggedBatch.from_rows(
-            rows, self.score_rule, shown=shown(self.reader, rows, [row["input_ids"] for row in rows])
-        )
+        return RaggedBatch.from_rows(rows, self.score_rule, shown=_shown_in_rounds(self.reader, rows))
+
+
+def _shown_in_rounds(reader: ImageReader | None, rows: Sequence[Row]) -> Shown | None:
+    """The images among the tokens of rows, each of one segment or of several rounds; None of text alone.
+
+    A round shows the first of its row's images: as many as were shown until then.
+    """
+    if reader is None:
+        return None
+    known: dict[Any, Any] = {}
+    found: list[list[SegmentImage]] = []
+    for row in rows:
+        images, first = row.get(IMAGES) or [], len(found)
+        lengths = row.get(SEGMENTS) or [len(row["input_ids"])]
+        prefix, seen = row.get(PREFIX) or [-1] * len(lengths), row.get(PREFIX_LENGTH) or [-1] * len(lengths)
+        stop = 0
+        for length, other, most in zip(lengths, prefix, seen, strict=True):
+            before = [] if other < 0 else [each for each in found[first + other] if most < 0 or each.start < most]
+            tokens = row["input_ids"][stop : stop + length]
+            found.append(reader.shown(tokens, images[len(before) :], known, whole=len(lengths) == 1))
+            stop += length
+    return Shown(found, reader.position_rule)
 
 
 def shown(reader: ImageReader | None, rows: Sequence[Row], segments: Sequence[Sequence[int]]) -> Shown | None:

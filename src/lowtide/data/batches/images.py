@@ -117,13 +117,14 @@ class ImageReader:
             ) from error
 
     def shown(
-        self, token_ids: Sequence[int], stored: Sequence[Stored], known: dict[Any, ReadyImage]
+        self, token_ids: Sequence[int], stored: Sequence[Stored], known: dict[Any, ReadyImage], *, whole: bool = True
     ) -> list[SegmentImage]:
         """The images among the tokens of a segment; none where it shows none.
 
         Args:
             stored: those of the row, all of which the segment shows, or none.
             known: those that were made ready before, which is added to.
+            whole: False where the segment may show the first of them alone.
 
         Raises:
             ValueError: they fill another number of tokens than there are.
@@ -133,6 +134,8 @@ class ImageReader:
             return []
         found, filled = [], 0
         for each in stored:
+            if not whole and filled >= len(places):
+                break
             image = known.get(identity(each)) or self.ready(each)
             known[identity(each)] = image
             start = places[min(filled, len(places) - 1)]

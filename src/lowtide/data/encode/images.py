@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from datasets import Features
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from lowtide.data.batches.images import IMAGES, ImageReader, Stored, identity
 from lowtide.data.batches.token_rows import IGNORED, TokenRows, flatten
@@ -155,6 +156,8 @@ class ImageExpander:
         at = np.flatnonzero(rows.token_ids == self.reader.mark)
         owner = np.searchsorted(rows.offsets, at, side="right") - 1
         places = np.bincount(owner, minlength=len(rows))
+        if rows.groups is not None:
+            images = _of_rounds(images, places, rows.groups, place)
         shown = np.array([len(each) for each in images])
         if (wrong := np.flatnonzero(places != shown)).size:
             index = int(wrong[0])
@@ -199,7 +202,7 @@ class ImageExpander:
             if lost.any():
                 index = int(owner[lost][0])
                 raise place.error(
-                    index,
+                    index if side.groups is None else int(np.searchsorted(side.groups, index, side="right")) - 1,
                     f"of its {side.lengths[index]:,} tokens those to {int(local[owner == index].max()) + 1:,} are of "
                     "images or before one, and the limits on its length keep "
                     f"{int(start[index]):,} to {int(stop[index]):,}: raise max_length (None is no limit), or "
@@ -211,6 +214,30 @@ def fingerprint_of_processor(processor: Any) -> str:
     """The same for processors that write the same tokens for an image."""
     plain = {name: value for name, value in vars(processor).items() if isinstance(value, str | int | float | bool)}
     return combine(type(processor).__name__, sorted(plain.items()), processor.image_processor.to_json_string())
+
+
+def _of_rounds(
+    images: Sequence[Sequence[Ids]],
+    places: Int[np.ndarray, " rows"],
+    groups: Int[np.ndarray, " groups+1"],
+    place: RowPlace,
+) -> list[Sequence[Ids]]:
+    """The images of each round of conversations: the first of its conversation's.
+
+    Raises:
+        ValueError: no round shows all of them; names the row.
+    """
+    found: list[Sequence[Ids]] = []
+    for index, (own, (start, stop)) in enumerate(zip(images, pairwise(groups.tolist()), strict=True)):
+        if (most := places[start:stop].max()) < len(own):
+            raise place.error(
+                index,
+                f"it has {len(own)} images, of which no turn of the assistant is given more than {most}: images that "
+                "nobody answers, or that the chat template leaves out once more follows, belong to no turn. Remove "
+                "them, or set turns='whole'.",
+            )
+        found += [own[:count] for count in places[start:stop]]
+    return found
 
 
 def expander_of(

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from lowtide import SFTConfig, SFTTrainer
+from lowtide import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from tests.support.models.vision_models import (
     FAMILIES,
     IMAGE_MARKS,
@@ -125,13 +125,45 @@ def test_turns_have_the_images_of_their_context(family: str, images: bool, tmp_p
     assert_near(weights(run), expected, 2e-6)
 
 
+def prepared(made: list[dict[str, Any]], folder: Path, **options: Any) -> Any:
+    """The rows that a model is trained on."""
+    pairs = "chosen" in made[0]
+    options |= {"output_dir": str(folder), "use_cpu": True, "bf16": False, "max_length": None, "rehearsal": False}
+    return (DPOTrainer if pairs else SFTTrainer)(
+        vision_model(),
+        args=(DPOConfig if pairs else SFTConfig)(**options),
+        train_dataset=Dataset.from_list(made),
+        processing_class=dropping("qwen2_5_vl"),
+    ).train_dataset
+
+
+def test_completions_have_the_turns_of_conversations(tmp_path: Path) -> None:
+    made = [
+        {"images": row["images"][:number], "messages": row["messages"][:4]}
+        for number, row in zip((1, 2), rows(True)[::2], strict=True)
+    ]
+    parted = [
+        {"images": row["images"], "prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in made
+    ]
+    columns = ["input_ids", "labels", "seq_lengths", "prefix", "prefix_length"]
+    whole = prepared(made, tmp_path, assistant_only_loss=True).select_columns(columns)
+    assert list(prepared(parted, tmp_path).select_columns(columns)) == list(whole)
+
+
+def test_pairs_with_images_and_several_turns_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = [
+        {"images": row["images"][:1], "prompt": [user(None, "?")], "chosen": turns, "rejected": [said(3)]}
+        for row, turns in zip(rows(True)[::2], ([said(1)], [said(1), user("And?"), said(2)]), strict=True)
+    ]
+    one, several = prepared(made, tmp_path)
+    tokenizer = dropping("qwen2_5_vl").tokenizer
+    assert tokenizer.decode(one["chosen_ids"]) == "[so]It is 1<|im_end|>"
+    assert tokenizer.decode(several["chosen_ids"]).endswith("[soso]It is 2<|im_end|>\n")
+    assert caplog.text.count("in 1 of 2 rows (the first is row 1) a completion is not one message") == 1
+
+
 def test_an_image_that_nobody_answers_is_refused(tmp_path: Path) -> None:
     [first, *_] = rows(True)
     unanswered = {**first, "messages": first["messages"][:-1]}
     with pytest.raises(ValueError, match=r"row 0 .*2 images, of which no turn of the assistant is given more than 1"):
-        SFTTrainer(
-            vision_model(),
-            args=SFTConfig(str(tmp_path), assistant_only_loss=True, use_cpu=True, bf16=False, max_length=None),
-            train_dataset=Dataset.from_list([unanswered]),
-            processing_class=dropping("qwen2_5_vl"),
-        )
+        prepared([unanswered], tmp_path, assistant_only_loss=True)

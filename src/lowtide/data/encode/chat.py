@@ -47,8 +47,7 @@ class ChatEncoder:
         in_parts: the template is given contents in parts, images among them (see `lowtide.data.formats.images`).
         stop_ids: tokens at which generation stops, beside the tokenizer's end token.
         thought_end: what ends a thought that the prompt opens and the template never writes.
-        by_turns: the assistant's turns are taken as they are generated, unless the template's marks say what is scored;
-            where marks are not heeded, and contents come in parts, conversations are taken whole.
+        by_turns: the assistant's turns are taken as they are generated, unless the template's marks say what is scored.
         heeds_marks: whether marks say what is scored; else what follows a prompt is, and marks are not read.
         learns_to_stop: whether it is said if no stop token ends a turn; a reward model only reads there.
 
@@ -81,7 +80,7 @@ class ChatEncoder:
         self.stop_ids, self.thought_end = tuple(stop_ids), thought_end
         marked = tokenizer.is_fast and GENERATION_MARK.search(tokenizer.get_chat_template(template))
         self.has_marks = bool(heeds_marks and marked)
-        self.by_turns = by_turns and not self.has_marks and (heeds_marks or not in_parts)
+        self.by_turns = by_turns and not self.has_marks
         self._told_of_ends = not learns_to_stop
         self._unwritten = UnwrittenParts(self.text)
 

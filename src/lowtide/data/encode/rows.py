@@ -108,14 +108,14 @@ class RowEncoder:
         if self.roles != {"assistant"} and not self.by_rounds:
             raise ValueError(
                 f"roles_to_train={sorted(self.roles)} requires turns='as_generated', and assistant_only_loss=True with "
-                "a chat template without {% generation %} marks, or prompts without images whose completions alone are "
-                "scored: messages of other roles than the assistant's can't be told else."
+                "a chat template without {% generation %} marks, or prompts whose completions alone are scored: "
+                "messages of other roles than the assistant's can't be told else."
             )
         if self.options.thought_end is not None and not (self.chat is not None and self.chat.by_turns):
             raise ValueError(
-                f"thought_end={self.options.thought_end!r} requires turns='as_generated': conversations with "
-                "assistant_only_loss=True and a chat template without {% generation %} marks, or without images, of "
-                "which completions alone are scored. Leave it out."
+                f"thought_end={self.options.thought_end!r} requires turns='as_generated': conversations of which "
+                "completions alone are scored, or with assistant_only_loss=True and a chat template without "
+                "{% generation %} marks. Leave it out."
             )
         marked = isinstance(first, ChatSample) and any(TRAINED_KEYS & message.keys() for message in first.messages)
         if marked and not (self.options.assistant_only_loss or self.by_rounds):

@@ -77,10 +77,10 @@ class SideEncoder:
         self.is_implicit = _is_implicit(first.sides[0])
         self.encoder = _encoder(first.sides[0], tokenizer, options, source)
         self._by_turns = isinstance(self.encoder, ChatEncoder) and self.encoder.by_turns
-        self.in_rounds = self._by_turns and not whole
+        self.in_rounds = self._by_turns and not whole and not options.contents_in_parts
         if options.thought_end is not None and not self._by_turns:
             raise ValueError(
-                f"{source}: thought_end={options.thought_end!r} requires conversations without images and "
+                f"{source}: thought_end={options.thought_end!r} requires conversations and "
                 "turns='as_generated': leave it out."
             )
 

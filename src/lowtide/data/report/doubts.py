@@ -58,7 +58,8 @@ SAID = {
     "the model has to write them. Where the prompt is to have them already, give the rows chat_template_kwargs such as "
     "{'enable_thinking': False}.",
     Doubt.SEVERAL_TURNS: "a completion is not one message of the assistant alone, and it is taken as the chat template "
-    "writes the whole conversation, and not as it is generated. Keep the messages that both sides have in the prompt.",
+    "writes the whole conversation, and not as it is generated. Keep the messages that both sides have in the prompt; "
+    "with images, let completions have one turn.",
     Doubt.EMPTY_WORD: "a word with a label is empty, or the tokenizer gives it no token, and nothing is learned of its "
     "label. Remove such words with their labels.",
     Doubt.MASKED: "'attention_mask' leaves out tokens at an end that are no padding token, and the model does not see "

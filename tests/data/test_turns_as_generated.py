@@ -125,6 +125,17 @@ def test_turns_that_the_past_keeps_are_one_row_of_the_same_tokens_as_the_whole(t
         assert {(a, tokenizer.decode([b])) for a, b in pairs} == {(-100, "\n")}
 
 
+@pytest.mark.parametrize("how", ["marks", "whole"])
+def test_thoughts_that_a_whole_conversation_has_not_are_told(how, thinking, caplog):
+    if how == "marks":
+        thinking.chat_template = THINKING.replace("{{ m['content'] }}", "{% generation %}{{ m['content'] }}").replace(
+            "{% endfor %}", "{% endgeneration %}{% endfor %}", 1
+        )
+    with caplog.at_level(logging.WARNING):
+        run([talk(1, start=7), talk(2)], thinking, turns="as_generated" if how == "marks" else "whole")
+    assert "in 1 of 2 rows (the first is row 1) the chat template leaves something out" in caplog.text
+
+
 def test_several_processes_prepare_the_same_rows(thinking):
     alone, _ = run(TALKS, thinking)
     together, _ = run(TALKS, thinking, num_proc=2, seed=1, fingerprint="another")

@@ -30,7 +30,7 @@ from lowtide.data.options import TokenOptions
 
 logger = logging.getLogger(__name__)
 
-VERSION = 13
+VERSION = 14
 """Raised whenever preparation gives other numbers than before."""
 NEUTRAL = (
     *("num_proc", "source", "shuffle", "seed", "packing_strategy", "prefix_sharing"),

@@ -24,7 +24,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from lowtide.compat.templates.jinja import TEMPLATE_FAILURES, TemplateOverrun, limit_templates
 from lowtide.data.encode.message_form import MessageForm
 from lowtide.data.encode.named_templates import NAMED, TEMPLATE_SUFFIXES, template_at
-from lowtide.data.encode.rounds import Answer, Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of
+from lowtide.data.encode.rounds import Answer, Round, Talk, Turn, UnclearTurn, encode_turns, rounds_of, thought_of
 from lowtide.data.encode.turn_ends import TurnEnds
 from lowtide.data.formats.conversation import Message, assistant_turns
 from lowtide.data.formats.images import in_parts
@@ -139,6 +139,14 @@ class ChatEncoder:
     def doubts(self, chats: Sequence[ChatSample]) -> list[Doubt]:
         """What is doubtful in each conversation by what the template leaves out of it."""
         return [Doubt.NOT_SHOWN if self._unwritten.are_in(chat) else NO_DOUBT for chat in chats]
+
+    def loses_thoughts(self, chat: ChatSample, numbers: Collection[int]) -> bool:
+        """Whether the template leaves thoughts of these messages out of the conversation as it stands."""
+        thoughts = [thought for number in numbers if (thought := thought_of(chat.messages[number]))]
+        if not thoughts:
+            return False
+        written = "".join(self.text(chat).split())
+        return any("".join(each.split()) not in written for each in thoughts)
 
     def encode(
         self, chats: Sequence[ChatSample], place: RowPlace, *, generation_prompt: bool = False

@@ -151,9 +151,14 @@ class Talk:
         return whole[start + len(header) :]
 
 
+def thought_of(message: Message) -> str:
+    """The thought in a field of a message; empty if there is none."""
+    return str(next((message[name] for name in THOUGHTS if message.get(name)), ""))
+
+
 def _doubt_of(message: Message, target: str) -> Doubt:
     """What is doubtful in a turn of the assistant, by what the template writes of it."""
-    thought = str(next((message[name] for name in THOUGHTS if message.get(name)), ""))
+    thought = thought_of(message)
     calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = [str(call["name"]) for call in calls if isinstance(call, Mapping) and call.get("name")]
     written = "".join(target.split())

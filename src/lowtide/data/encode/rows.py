@@ -178,16 +178,24 @@ class RowEncoder:
         assert self.chat is not None
         if self.by_rounds:
             return self._encode_rounds(self.chat, samples, place)
-        weights = None
         if self.options.assistant_only_loss:
-            wanted = [self._wanted(sample, index, place, 0) for index, sample in enumerate(samples)]
-            token_ids, masks = self.chat.encode_with_turns(samples, place, wanted)
-            weights = np.fromiter(chain.from_iterable(masks), np.float32)
-        else:
-            token_ids = self.chat.encode(samples, place)
+            return self._encode_whole_turns(self.chat, samples, place)
+        token_ids = self.chat.encode(samples, place)
         if samples[0].prompt_messages is None:
-            return _rows(*flatten(token_ids), weights)
-        return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids, weights)
+            return _rows(*flatten(token_ids))
+        return self._after_prompts(self.chat.encode_prompts(samples, place), token_ids)
+
+    def _encode_whole_turns(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
+        """Conversations as they stand, of which turns are scored."""
+        wanted = [self._wanted(sample, index, place, 0) for index, sample in enumerate(samples)]
+        token_ids, masks = chat.encode_with_turns(samples, place, wanted)
+        weights = np.fromiter(chain.from_iterable(masks), np.float32)
+        if samples[0].prompt_messages is None:
+            rows = _rows(*flatten(token_ids), weights)
+        else:
+            rows = self._after_prompts(chat.encode_prompts(samples, place), token_ids, weights)
+        lost = [chat.loses_thoughts(*pair) for pair in zip(samples, wanted, strict=True)]
+        return replace(rows, doubts=np.array(lost, dtype=np.int64) * Doubt.NOT_SHOWN)
 
     def _encode_rounds(self, chat: ChatEncoder, samples: Sequence[ChatSample], place: RowPlace) -> TokenRows:
         all_count = self.options.completion_only_loss is False

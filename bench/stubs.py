@@ -93,7 +93,7 @@ def _dictionary(name: str, base: str, names: Iterable[str]) -> str:
     return "\n".join(
         [
             f"\nclass {name}({base}, total=False):",
-            *(f"    {each}: {TYPES.get(each, 'Any')}" for each in sorted(names)),
+            *([f"    {each}: {TYPES.get(each, 'Any')}" for each in sorted(names)] or ["    pass"]),
             "",
         ]
     )

@@ -94,6 +94,7 @@ ROWS: dict[str, Callable[[], Iterable[Any]]] = {
     "tpo": lambda: [{**row, "reference": row["chosen"]} for each in QUESTIONS for row in pair_rows(each)],
     **dict.fromkeys(("kto", "bco"), lambda: [row for each in QUESTIONS for row in labelled_rows(each)]),
     **dict.fromkeys(("grpo", "gmpo", "rloo", "online-dpo", "ppo", "distillation", "iw-opd"), _prompts),
+    "sdft": lambda: [{**row, "privileged_context": "Add the digits from the right."} for row in _prompts()],
     **dict.fromkeys(("masked-lm", "replaced-token-detection", "pretrain"), lambda: masked_texts.texts(64)),
     "seq2seq": lambda: pairs_of_texts.rows(16),
     "sequence-classification": lambda: classifying.dataset(16, kind="name"),

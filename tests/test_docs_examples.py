@@ -41,6 +41,7 @@ TRAINERS = (
     "gkd",
     "distillation",
     "iw-opd",
+    "sdft",
     "masked-lm",
     "replaced-token-detection",
     "seq2seq",

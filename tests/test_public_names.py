@@ -65,6 +65,8 @@ NAMES = [
     "RewardConfig",
     "RewardTrainer",
     "RichProgressCallback",
+    "SDFTConfig",
+    "SDFTTrainer",
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",

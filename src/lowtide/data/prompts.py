@@ -33,6 +33,8 @@ from lowtide.spelling import nearest
 
 PROMPT = "prompt"
 PROMPT_IDS = "prompt_ids"
+TEACHER_IDS = "teacher_prompt_ids"
+"""The column for the tokens that a teacher reads in place of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -164,28 +166,30 @@ def prepare_prompts(
     *,
     num_proc: int | None = None,
     reader: ImageReader | None = None,
+    column: str = PROMPT_IDS,
 ) -> Dataset | IterableDataset:
-    """The rows with a column `prompt_ids`; of a conversational prompt/completion row the prompt alone is read.
+    """The rows with a column of token ids; of a conversational prompt/completion row the prompt alone is read.
 
     Args:
         reader: makes the images of rows ready, for a vision-language model; the columns of images are left undecoded.
+        column: that the token ids become.
 
     Raises:
         ValueError: there is no prompt, or one cannot be used; names the row.
     """
     dataset = dataset if reader is None else undecoded(dataset)
-    with reading(dataset, encoder.source, "prompt_ids") as first:
+    with reading(dataset, encoder.source, column) as first:
         if PROMPT not in first:
             raise ValueError(
                 f"{encoder.source} has no column `prompt`{nearest(PROMPT, list(first))}, only "
                 f"{', '.join(sorted(first))}: rename the column of prompts to `prompt`"
             )
     check_media([name for name in first if reader is None or name not in IMAGE_COLUMNS], encoder.source)
-    tokens, depends = _Tokens(encoder.of_row), []
+    tokens, depends = _Tokens(encoder.of_row, column), [column, getattr(encoder, "template", "")]
     if reader is not None and shows_prompt_images(first):
         of_images = ImagePromptEncoder.of(encoder, reader)
         of_images.check_first(first)
-        tokens, depends = _Tokens(of_images.of_row), [fingerprint_of_processor(reader.processor)]
+        tokens, depends = _Tokens(of_images.of_row, column), [fingerprint_of_processor(reader.processor)]
         encoder = of_images.texts
     if isinstance(dataset, IterableDataset):
         return dataset.map(tokens, with_indices=True)
@@ -207,6 +211,7 @@ class _Tokens:
     """What `datasets.map` calls."""
 
     of_row: Callable[[Mapping[str, Any], int], list[int]]
+    column: str
 
     def __call__(self, row: Mapping[str, Any], number: int) -> dict[str, list[int]]:
-        return {PROMPT_IDS: self.of_row(row, number)}
+        return {self.column: self.of_row(row, number)}

@@ -54,6 +54,15 @@ class ReferenceModel:
         with self.active():
             return teacher_states(self.model, batch, padding_free=self.padding_free, placed=placed)
 
+    def teaching(self, states: Tensor) -> TeacherStates | None:
+        """What a student's head is to know of it, of which `states` are: those, and what would make logits of them,
+        adapters off the head where they are; None on ranks that have layers of their own, and not the head."""
+        inner = causal_model(self.model)
+        if (stage := stage_of(inner)) is not None and not stage.pipeline.is_last:
+            return None
+        with self.active():
+            return TeacherStates(states, head_parts(inner), projection_of(inner.config))
+
     def beside(self, policy: nn.Module) -> list[Tensor]:
         """The tensors that it holds beside the policy's."""
         shared = {*policy.parameters(), *policy.buffers()}
@@ -205,12 +214,3 @@ def teacher_states(model: nn.Module, batch: RaggedBatch, *, padding_free: bool, 
         scores = Scores(batch.score_index, batch.score_target, head=HiddenStates, placed=placed)
         found = score_shared(model, batch, scores, padding_free=padding_free).stats
     return found[STATES] if STATES in found else found[HIDDEN].new_empty(batch.scores, 0)
-
-
-def teaching(model: nn.Module, states: Tensor) -> TeacherStates | None:
-    """What a student's head is to know of a teacher: its hidden states, and what would make logits of them; None on
-    ranks that have layers of their own, and not the head."""
-    inner = causal_model(model)
-    if (stage := stage_of(inner)) is not None and not stage.pipeline.is_last:
-        return None
-    return TeacherStates(states, head_parts(inner), projection_of(inner.config))

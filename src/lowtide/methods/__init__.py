@@ -122,6 +122,11 @@ METHODS = MethodTable(
             "importance-weighted on-policy distillation: a teacher's log-probabilities of what the student writes",
             module="lowtide.methods.online.iw_opd",
         ),
+        "sdft": MethodRow(
+            "SDFT",
+            "self-distillation fine-tuning: the policy's distributions after a prompt with a demonstration in it",
+            module="lowtide.methods.online.sdft",
+        ),
         "grpo": MethodRow(
             "GRPO",
             "group relative policy optimization: completions that the model writes, rewarded against each other",

@@ -22,7 +22,7 @@ from lowtide.methods.shared.rows import RowLayout
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.float64 import to_float64
 from lowtide.ops.logits.linear_logprobs import NOTHING_MORE, ScoreLoss
-from lowtide.ops.logits.logit_rows import Want
+from lowtide.ops.logits.logit_rows import Support, Want
 from lowtide.ragged import WEIGHT, RaggedBatch
 
 EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
@@ -67,6 +67,8 @@ class TokenObjective(FormedInForward):
     """Divisor of the logits before they are scored."""
     beta: float = 0.5
     """Of the divergences from a teacher, where `want` asks for these; the run's reference is the teacher then."""
+    support: Support | None = None
+    """The tokens that these compare; None for all."""
 
     @property
     def inner(self) -> TokenObjective:
@@ -133,6 +135,7 @@ class RowObjective:
     score_loss: ClassVar[None] = None
     """As of `TokenObjective`, as what follows."""
     beta: ClassVar[float] = 0.0
+    support: ClassVar[None] = None
     taught: ClassVar[bool] = False
 
     @property
@@ -167,6 +170,7 @@ class OwnLoss(FormedInForward):
     score_loss: ClassVar[None] = None
     temperature: ClassVar[float] = 1.0
     beta: ClassVar[float] = 0.0
+    support: ClassVar[None] = None
     taught: ClassVar[bool] = False
     why_whole_rows: ClassVar[str] = OWN
 

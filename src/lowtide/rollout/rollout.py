@@ -49,6 +49,8 @@ class Rollout:
     """[scores] each, of the tokens that are learned from: log-probabilities of the policy that wrote them."""
     images: PromptImages | None = None
     """Of the prompt before each completion; None of a model that reads text alone."""
+    teacher_prompts: list[list[int]] | None = None
+    """What a teacher reads before each completion in place of its prompt; None where it reads that too."""
 
     def __post_init__(self) -> None:
         self.learned = self.learned or [True] * len(self.completions)
@@ -78,6 +80,12 @@ class Rollout:
             if used
         ]
         return torch.tensor(numbers, dtype=torch.float32)
+
+    @property
+    def taught(self) -> Rollout:
+        """The same completions as a teacher with prompts of its own reads them; nothing was computed of them."""
+        assert self.teacher_prompts is not None
+        return Rollout(self.teacher_prompts, self.completions, self.version, learned=self.learned)
 
     def batch(self, chosen: Sequence[int] | None = None, *, sharing: bool = True) -> RaggedBatch:
         """Some completions, by default all, as the rows of a batch."""
@@ -120,18 +128,21 @@ class Rollout:
     def concat(cls, parts: Sequence[Rollout]) -> Rollout:
         """Rewarded rollouts of one policy as one. Nothing was computed of them yet, and prompts show no images."""
         assert not any(each.row_values or each.score_values or each.images for each in parts)
+        taught = [each.teacher_prompts for each in parts if each.teacher_prompts is not None]
         return cls(
             [prompt for each in parts for prompt in each.prompts],
             [one for each in parts for one in each.completions],
             parts[0].version,
             torch.cat([each.rewards for each in parts]),
             [used for each in parts for used in each.learned],
+            teacher_prompts=[prompt for each in taught for prompt in each] if len(taught) == len(parts) else None,
         )
 
     def replaced(self, places: Sequence[int], other: Rollout) -> Rollout:
         """With the completions of another rollout of one policy in some places. Nothing was computed of either yet, and
         what images prompts show is to be said anew."""
         assert not any((self.row_values, self.score_values, other.row_values, other.score_values))
+        assert self.teacher_prompts is None
         made = Rollout([*self.prompts], [*self.completions], self.version, self.rewards.clone(), [*self.learned])
         made.rewards[list(places)] = other.rewards.to(made.rewards.dtype)
         for number, place in enumerate(places):
@@ -154,6 +165,7 @@ class Rollout:
         tensors = {
             **_packed("prompts", [list(prompt) for prompt, _ in first]),
             **images,
+            **({} if self.teacher_prompts is None else _packed("teacher_prompts", self.teacher_prompts)),
             **_packed("token_ids", [each.token_ids for each in of]),
             "group": torch.tensor(group),
             "written": torch.tensor([own for each in of for own in each.written]),
@@ -197,6 +209,7 @@ class Rollout:
             _named("row.", tensors),
             _named("score.", tensors),
             None if reader is None else PromptImages.from_disk(reader, tensors, more, group),
+            _unpacked("teacher_prompts", tensors) if "teacher_prompts" in tensors else None,
         )
         return made, more
 

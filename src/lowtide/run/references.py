@@ -97,7 +97,17 @@ class ReferenceMaker:
             self._aside = sharing_weights(model)
 
     def _is_copied(self, model: nn.Module) -> bool:
-        return self.requested is None and not hasattr(model, "disable_adapter") and not self._is_policy
+        return (
+            not self._is_live
+            and self.requested is None
+            and not hasattr(model, "disable_adapter")
+            and not self._is_policy
+        )
+
+    @property
+    def _is_live(self) -> bool:
+        """Whether the policy is compared with itself as it is, on other prompts."""
+        return getattr(self.args, "teacher_model_kind", "") == "live"
 
     @property
     def _is_policy(self) -> bool:
@@ -119,6 +129,9 @@ class ReferenceMaker:
     def _made(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
         args, requested = self.args, self.requested
         how: dict[str, Any] = {"padding_free": engine.padding_free, "temperature": self.temperature}
+        if self._is_live:
+            self._check_storage()
+            return Reference(ReferenceModel(model, **how), "the policy as it is in each step; it costs nothing")
         if hasattr(model, "disable_adapter") and requested is None:
             self._check_storage()
             if self._kept is None:
@@ -293,6 +306,27 @@ def trained_beyond_adapters(model: nn.Module) -> str | None:
     """A weight that is trained and has its effect with adapters off too, such as a bias of the base; None if none."""
     of_adapters = parameters_of_adapters(model)
     return next((name for name, p in model.named_parameters() if p.requires_grad and p not in of_adapters), None)
+
+
+def check_head_taught(reference: ReferenceModel) -> None:
+    """Refuses a teacher that is the policy as it arrived where the head is trained: the copies of its weights stand in
+    for a forward alone, and the teacher's hidden states meet the head later.
+
+    Raises:
+        ValueError: names a weight of the head, and what to do.
+    """
+    if not isinstance(reference, ArrivedPolicy):
+        return
+    head = causal_model(reference.model).get_output_embeddings()
+    own = {id(p) for p in head.parameters()}
+    for name, p in reference.weights.items():
+        if id(p) in own:
+            raise ValueError(
+                f"{name} of the head is trained, and the teacher is the policy as it was before: its distributions "
+                "would be read off the student's head. Leave the head (and an embedding that is tied to it) out of "
+                "target_modules and modules_to_save, or compare written tokens alone "
+                "(distillation_mode='sampled_token')"
+            )
 
 
 def _copied(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:

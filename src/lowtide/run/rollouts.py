@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
-from lowtide.data.prompts import PROMPT, PROMPT_IDS
+from lowtide.data.prompts import PROMPT, PROMPT_IDS, TEACHER_IDS
 from lowtide.engine.forward import parted_over, same_rows_of, sequence_of, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
@@ -363,6 +363,8 @@ class RolloutMaker:
         else:
             rollout, conversations = self._by_generator(rows, place, version, images)
         rollout.images = images
+        if TEACHER_IDS in rows[0]:
+            rollout.teacher_prompts = [list(row[TEACHER_IDS]) for row in rows]
         if self.options.mask_truncated_completions:
             rollout.learned = [each.finish == "stop" for each in rollout.completions]
         return rollout, conversations, extra_fields
@@ -378,9 +380,10 @@ class RolloutMaker:
             conversations = self.tools.start(_as_given(rows), max_completion_length=most)
             requests = conversations.requests(seeds)
         else:
+            prompts = [list(row[TEACHER_IDS if self.options.writes_as_teacher else PROMPT_IDS]) for row in rows]
             requests = [
                 Request(ids, 1, seed, [] if images is None else images.among(number, ids))
-                for number, (ids, seed) in enumerate(zip([row[PROMPT_IDS] for row in rows], seeds, strict=True))
+                for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
             ]
         groups = self.writer.write(requests, conversations)
         if conversations is None:
@@ -391,6 +394,8 @@ class RolloutMaker:
             end = cast(Any, self.tokenizer).eos_token_id or 0
             completions = [each.before(self.known_tokens, end) for each in completions]
         prompts = [list(request.prompt_ids) for request in requests for _ in range(request.count)]
+        if self.options.writes_as_teacher:
+            prompts = [list(row[PROMPT_IDS]) for row in rows]
         return Rollout(prompts, completions, version), conversations
 
     def _by_function(self, rows: Sequence[Mapping[str, Any]], version: int) -> tuple[Rollout, Mapping[str, Any]]:
@@ -566,7 +571,7 @@ def _replaced(values: Sequence[T], places: Sequence[int], others: Sequence[T]) -
 
 def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows without what preparation added to them."""
-    return [{name: value for name, value in row.items() if name != PROMPT_IDS} for row in rows]
+    return [{name: value for name, value in row.items() if name not in (PROMPT_IDS, TEACHER_IDS)} for row in rows]
 
 
 def _of_group(made: Made, rows: int, together: RankGroup) -> Made:

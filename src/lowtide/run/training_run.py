@@ -71,7 +71,7 @@ from lowtide.run.inputs.images import (
 from lowtide.run.inputs.loading import load_inputs, note_turns, set_padding, stop_ids
 from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.optimizers import check_package
-from lowtide.run.references import ReferenceMaker
+from lowtide.run.references import ReferenceMaker, check_head_taught
 from lowtide.run.streamed_weights import check_before_loading, declare_base, stream_frozen, stream_trained, wants_stream
 from lowtide.run.teachers import TeacherMaker
 from lowtide.score_rules import LastToken, ScoreRule
@@ -416,6 +416,8 @@ class TrainingRun:
             return None
         self._references.sees_images, self._references.sees_prefixes = self.shows_images, self._shares
         made = self._references.make(self.model, self.tokenizer, self.engine)
+        if self.objective().taught:
+            check_head_taught(made.scorer)
         self.reference_text, self._referred = made.text, weakref.ref(made.scorer.model)
         self._run_towers()
         return made.scorer

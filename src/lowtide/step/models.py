@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.data.batches.values import DRAW, REFERENCE, TEACHER
+from lowtide.data.batches.values import DRAW, OLD, REFERENCE, TEACHER
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
 from lowtide.engine.forward import causal_model, same_rows_of, score_shared
 from lowtide.engine.heads.head import ScoreOutput, Scores
 from lowtide.engine.over_ranks.stage import Stage, stage_of
-from lowtide.engine.reference import ReferenceModel, teaching
+from lowtide.engine.reference import ReferenceModel
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
 from lowtide.ragged import WEIGHT, RaggedBatch
@@ -135,7 +135,7 @@ class Models:
         if scores.want.divergences:
             states = batch.score_values.get(TEACHER)
             states = self.teacher.states(batch) if states is None else states
-            scores = replace(scores, teacher=teaching(self.teacher.model, states))
+            scores = replace(scores, teacher=self.teacher.teaching(states))
         with self.around():
             return score_shared(self.policy, batch, scores, padding_free=self.padding_free)
 
@@ -193,10 +193,12 @@ def scores_of(
         loss=objective.score_loss,
         factor=factor,
         weights=None if objective.score_loss is None else part.score_values.get(WEIGHT),
+        old=None if objective.score_loss is None else part.score_values.get(OLD),
         grad_scale=grad_scale,
         accumulate=accumulate,
         aux_loss=objective.aux_coefficient != 0,
         head=objective.head,
         beta=objective.beta,
+        support=objective.support,
         draws=part.score_values.get(DRAW),
     )

@@ -23,6 +23,7 @@ from lowtide.methods.online.iw_opd import IWOPDOptions
 from lowtide.methods.online.online_dpo import OnlineDPOOptions
 from lowtide.methods.online.ppo import PPOOptions
 from lowtide.methods.online.rloo import RLOOOptions
+from lowtide.methods.online.sdft import SDFTOptions
 from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.pretrain import PretrainOptions
 from lowtide.methods.replaced_token_detection import ReplacedTokenDetectionOptions
@@ -70,6 +71,9 @@ class DistillationArguments(Arguments, total=False):
     environment_factory: Any
     rollout_func: Any
     tools: Any
+
+class SDFTArguments(Arguments, total=False):
+    pass
 
 class GRPOArguments(Arguments, total=False):
     environment_factory: Any
@@ -135,6 +139,14 @@ class _AsDistillation(ReferenceTrainer):
         teacher_model: str | os.PathLike | nn.Module | None = ...,
         args: TrainingArguments | None = ...,
         **named: Unpack[DistillationArguments],
+    ) -> None: ...
+
+class _AsSDFT(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        args: TrainingArguments | None = ...,
+        **named: Unpack[SDFTArguments],
     ) -> None: ...
 
 class _AsGRPO(ReferenceTrainer):
@@ -235,6 +247,11 @@ class DistillationTrainer(_AsDistillation): ...
 class IWOPDConfig(IWOPDOptions, TrainingConfig): ...
 
 class IWOPDTrainer(_AsDistillation): ...
+
+@dataclass
+class SDFTConfig(SDFTOptions, TrainingConfig): ...
+
+class SDFTTrainer(_AsSDFT): ...
 
 @dataclass
 class GRPOConfig(GRPOOptions, TrainingConfig): ...

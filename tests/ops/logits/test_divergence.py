@@ -1,12 +1,14 @@
 """The fused head beside a teacher against dense logits: the generalized Jensen-Shannon divergence and its gradients."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lowtide.ops.logits.linear_logprobs import ChunkedHead, Projection, Teacher, Term, Want, linear_loss
+from lowtide.ops.logits.logit_rows import Support
 from tests.support.memory.live_bytes import LivingBytes
 
 BETAS = [0.0, 0.1, 0.5, 1.0]
@@ -98,6 +100,50 @@ def test_of_vocabularies_of_different_sizes_the_common_rows_count(beta, theirs):
     torch.testing.assert_close(stats.divergences, expected)
     ours = torch.autograd.grad(total, problem.leaves)
     torch.testing.assert_close(ours, torch.autograd.grad(expected.sum(), problem.leaves))
+
+
+@pytest.mark.parametrize("theirs", [37, 30])
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("beta", BETAS)
+def test_on_the_students_likeliest_tokens(beta, tail, theirs):
+    """Values and gradients are those of dense distributions over these tokens, and one for all others."""
+    problem = Problem(projection=PROJECTIONS["all"], rank=2, theirs=theirs)
+
+    def loss(stats):
+        return stats.divergences * (stats.logprobs.detach() - stats.old).exp() - 0.5 * stats.logprobs
+
+    old = torch.linspace(-3, -1, 7, dtype=torch.float64)
+    teacher = replace(problem.teacher(beta), support=Support(5, tail))
+    settings = {"bias": problem.bias, "projection": problem.projection, "want": WANT, "chunk": 3}
+    total, stats = linear_loss(
+        problem.terms, problem.index, problem.target, loss, teacher=teacher, old=old, factor=0.3, **settings
+    )
+    student, _ = problem.dense(beta)
+    states = [(problem.states, problem.weight)]
+    taught = logits_of(states, torch.arange(7), problem.their_bias, problem.projection).detach()
+    common = student[:, :theirs], taught
+    place = common[0].topk(5, dim=-1).indices
+    chosen = [each.softmax(-1).gather(-1, place) for each in common]
+    if tail:
+        chosen = [torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in chosen]
+    else:
+        chosen = [each / each.sum(-1, keepdim=True) for each in chosen]
+    expected = dense(*(each.log() for each in chosen), beta)
+    torch.testing.assert_close(stats.divergences, expected)
+    logprobs = common[0].log_softmax(-1).gather(-1, problem.target[:, None])[:, 0]
+    reference = 0.3 * (expected * (logprobs.detach() - old).exp() - 0.5 * logprobs).sum()
+    torch.testing.assert_close(total, reference)
+    ours = torch.autograd.grad(total, problem.leaves)
+    torch.testing.assert_close(ours, torch.autograd.grad(reference, problem.leaves))
+
+
+def test_a_support_as_large_as_the_vocabulary_is_the_whole_divergence():
+    problem = Problem()
+    settings = {"bias": problem.bias, "want": WANT}
+    for tail in (False, True):
+        teacher = replace(problem.teacher(0.5), support=Support(50, tail))
+        found = linear_loss(problem.terms, problem.index, problem.target, divergence, teacher=teacher, **settings)
+        torch.testing.assert_close(found[1].divergences, problem.dense(0.5)[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", BETAS)

@@ -17,6 +17,7 @@ EXPERIMENTAL = {
     "IWOPDConfig": "iw_opd",
     "ORPOConfig": "orpo",
     "OnlineDPOConfig": "online_dpo",
+    "SDFTConfig": "sdft",
     "TPOConfig": "tpo",
 }
 CONFIGS = sorted(

@@ -54,7 +54,7 @@ def online(
     """A trainer that writes into a folder; its model is in float64, but for the norms, which Llama has in float32."""
     config = getattr(lowtide, f"{method}Config")(output_dir=str(folder), **SETTINGS | options)
     guide = {"teacher_model": build_teacher()} if method in ("Distillation", "IWOPD") else {"reward_funcs": even_tokens}
-    given: dict[str, Any] = {**guide, "train_dataset": prompts(), **(arguments or {})}
+    given: dict[str, Any] = {**({} if method == "SDFT" else guide), "train_dataset": prompts(), **(arguments or {})}
     return getattr(lowtide, f"{method}Trainer")(
         model=build_model("llama").double() if model is None else model,
         args=config,

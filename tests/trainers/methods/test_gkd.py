@@ -13,7 +13,7 @@ from datasets import Dataset
 from lowtide import GKDConfig
 from lowtide.ragged import RaggedBatch
 from tests.support.marks import slow_but
-from tests.support.references.parity_world import build_model, lora, sums, tokenizer
+from tests.support.references.parity_world import build_model, sums, tokenizer
 from tests.support.runs.distilling import (
     build_teacher,
     distilling,
@@ -165,12 +165,12 @@ def test_resumed_anywhere_the_bits_are_the_same(step, tmp_path):
 @pytest.mark.slow
 def test_with_adapters_the_model_without_them_can_teach(tmp_path):
     """As a frozen copy of it does, which is forgotten at the first step, when both are the same."""
-    from peft import get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     def adapted():
         torch.manual_seed(3)
-        model = get_peft_model(build_model("llama").double(), lora(init_lora_weights=False))
-        return model.double()
+        config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], init_lora_weights=False)
+        return get_peft_model(build_model("llama").double(), config).double()
 
     options = {"lmbda": 0.5, "seq_kd": True}
     own = trained(tmp_path / "own", model=adapted(), arguments={"teacher_model": None}, **options)

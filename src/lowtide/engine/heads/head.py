@@ -20,7 +20,7 @@ from transformers.utils.generic import ModelOutput
 
 from lowtide.engine.heads.head_parts import HeadParts
 from lowtide.ops.logits.linear_logprobs import NOTHING_MORE, ScoreLoss
-from lowtide.ops.logits.logit_rows import Projection, Want
+from lowtide.ops.logits.logit_rows import Projection, Support, Want
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 
 
@@ -63,6 +63,8 @@ class Scores:
     """Factor of that loss."""
     weights: Float[Tensor, " scores"] | None = None
     """The weights of the scores in that loss; None where each is 1."""
+    old: Float[Tensor, " scores"] | None = None
+    """What that loss finds as `TokenStats.old`."""
     grad_scale: float = 1.0
     """What `backward` multiplies the loss by (see `ops.logits.linear_logprobs.linear_loss`)."""
     accumulate: bool = False
@@ -83,6 +85,8 @@ class Scores:
     """Whom the `divergences` of `want` are from; their loss is formed in forward."""
     beta: float = 0.5
     """Of these: 0 is KL(teacher || student), 1 is KL(student || teacher) (see `ops.logits.compared_rows`)."""
+    support: Support | None = None
+    """The tokens that these compare; None for all."""
     head: type[Head] | None = None
     """The head that is asked; None for the one that `install_head` found on the model."""
 

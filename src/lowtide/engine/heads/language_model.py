@@ -199,6 +199,8 @@ def _fused(
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)
     shared |= {"factor": scores.factor, "grad_scale": scores.grad_scale}
+    if scores.old is not None:
+        shared["old"] = scores.old
     if scores.weights is not None:
         shared["factor"] *= scores.weights.to(torch.promote_types(hidden.dtype, torch.float32))
     target, loss, taught = scores.target, scores.loss, scores.teacher
@@ -210,7 +212,7 @@ def _fused(
             of_teacher, their_bias = head_terms(taught.parts, states)
         their_projection = taught.projection._replace(temperature=scores.temperature)
         their_split = split_of(taught.parts.base.weight)
-        teacher = Teacher(of_teacher, their_bias, their_projection, scores.beta, their_split)
+        teacher = Teacher(of_teacher, their_bias, their_projection, scores.beta, their_split, scores.support)
         return linear_loss(terms, scores.index, target, loss, teacher=teacher, **shared)
 
     # where a policy without its adapters teaches, both read the same modules, whose call this is already

@@ -190,11 +190,12 @@ class SplitPlan:
         """The numbers of the scores whose hidden states this rank has, and these with places among its own tokens."""
         place = self.sequence.held(scores.index, self.whole.tokens)
         teacher = scores.teacher
-        draws, weights = (None if each is None else each[place] for each in (scores.draws, scores.weights))
+        numbers = {name: getattr(scores, name) for name in ("draws", "weights", "old")}
+        numbers = {name: None if each is None else each[place] for name, each in numbers.items()}
         if teacher is not None and len(teacher.states) == len(scores.index):
             teacher = replace(teacher, states=teacher.states[place])
         index, target = scores.index[place] - self.own.start, scores.target[place]
-        return place, replace(scores, index=index, target=target, weights=weights, draws=draws, teacher=teacher)
+        return place, replace(scores, index=index, target=target, teacher=teacher, **numbers)
 
     def of_all_tokens(self, values: Sequence[Shaped[Tensor, "run ..."]]) -> tuple[Shaped[Tensor, "tokens ..."], ...]:
         """Numbers at all tokens, of several kinds, from those at this rank's."""

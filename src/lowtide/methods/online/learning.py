@@ -158,6 +158,10 @@ class Learning(ABC):
         """
         return rollout.batch(rows, sharing=sharing)
 
+    def taught(self, rollout: Rollout, rows: Sequence[int], *, sharing: bool) -> RaggedBatch | None:
+        """The same as a teacher with prompts of its own reads it, score by score; None where it reads the student's."""
+        return None if rollout.teacher_prompts is None else self.batch(rollout.taught, rows, sharing=sharing)
+
 
 class ByAdvantage(Learning):
     """Each completion is weighed by how much better it is than others; `options.advantages` says by how much."""

@@ -236,6 +236,11 @@ class RolloutOptions(WritingOptions):
         return Limits(retries=self.vllm_server_retries, pause=self.vllm_server_retry_pause)
 
     @property
+    def writes_as_teacher(self) -> bool:
+        """Whether completions are written after the prompts of the teacher."""
+        return False
+
+    @property
     def served(self) -> bool:
         """Whether a server writes."""
         return self.use_vllm and self.vllm_mode == "server"

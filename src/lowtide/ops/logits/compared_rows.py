@@ -10,17 +10,35 @@ teacher's distribution p, the student's q, and their mixture m = beta p + (1 - b
 Its gradient at the student's logits, over the temperature, is q - p for beta = 0, and otherwise q (g - sum of q g) with
 g = log q - log p for beta = 1 and g = (1 - beta) (log q - log m) between. As in TRL no power of the temperature is
 taken out.
+
+On a support, p and q are those of the student's likeliest tokens alone, made to add up to 1 or with one more token for
+all others. Of so few numbers a row, autograd takes the gradient.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
+from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, Support, TorchRows, Want
+
+LEAST_LEFT = -1e-7
+"""The log of the most that a support may hold, so that there is something left beyond it; TRL's."""
+
+
+class Comparison(NamedTuple):
+    """How a teacher's logits are compared with."""
+
+    projection: Projection
+    """What they go through before."""
+    beta: float
+    """From 0 to 1."""
+    support: Support | None = None
+    """The tokens that are compared; None for all."""
 
 
 class ComparedRows(TorchRows):
@@ -39,16 +57,16 @@ class ComparedRows(TorchRows):
         scratch: Tensor | None,
         *,
         teacher: Tensor,
-        teacher_projection: Projection,
-        beta: float,
+        how: Comparison,
         vocab: int | None = None,
     ):
-        """As of `TorchRows`; `teacher` [rows, its vocab] is used up likewise; `beta` from 0 to 1."""
+        """As of `TorchRows`; `teacher` [rows, its vocab] is used up likewise."""
+        assert how.support is None or vocab is None, "a support goes with whole vocabularies"
         common = min(logits.shape[1], teacher.shape[1])
-        self.beyond, self.beta = logits[:, common:], beta
+        self.beyond, self.beta, self.support = logits[:, common:], how.beta, how.support
         scratch = None if scratch is None else scratch[..., :common]
         super().__init__(logits[:, :common], target, projection, scratch, vocab)
-        self.theirs = TorchRows(teacher[:, :common], target, teacher_projection).x.to(self.x.dtype)
+        self.theirs = TorchRows(teacher[:, :common], target, how.projection).x.to(self.x.dtype)
 
     def stats(self, want: Want, keep: bool) -> RowStats:
         found = super().stats(want, keep=True)
@@ -71,6 +89,8 @@ class ComparedRows(TorchRows):
         q, log_q = self.x.div_(self.total), self.shifted.sub_(self.log_total)
         self.top, self.total, self.log_total = self.top + self.log_total, 1.0, 0.0
         log_p = self.theirs.sub_(their_lse[:, None])
+        if self.support is not None:
+            return self._compare_on(self.support, q, log_q, log_p)
         if self.beta == 0:
             difference = torch.sub(log_p, log_q, out=self._scratch())
             p = log_p.exp_()
@@ -89,6 +109,19 @@ class ComparedRows(TorchRows):
         slope.sub_(of_student[:, None]).mul_(q).mul_(1 - self.beta)
         return self.beta * of_teacher + (1 - self.beta) * of_student
 
+    def _compare_on(self, support: Support, q: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
+        """[rows]: the divergences on a support; their slope replaces `log_p`."""
+        chosen, place = log_q.topk(min(support.tokens, log_q.shape[-1]), dim=-1)
+        with torch.enable_grad():
+            ours = chosen.requires_grad_()
+            divergences = divergence(
+                *(_adding_up(each, support) for each in (ours, log_p.gather(-1, place))), self.beta
+            )
+            (slope,) = torch.autograd.grad(divergences.sum(), ours)
+        torch.mul(q, -slope.sum(-1, keepdim=True), out=log_p)
+        log_p.scatter_add_(-1, place, slope)
+        return divergences.detach()
+
     def slope(self, slopes: Slopes, entropies: Tensor) -> None:
         super().slope(slopes, entropies)
         if slopes.divergences is not None:
@@ -97,6 +130,25 @@ class ComparedRows(TorchRows):
     def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
         super().gradient(slopes, entropies)
         self.beyond.zero_()
+
+
+def divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
+    """[rows]: the divergences of a student's log-probabilities [rows, tokens] from a teacher's, with gradients."""
+    if beta == 0:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    if beta == 1:
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    log_m = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
+    of_teacher = (log_p.exp() * (log_p - log_m)).sum(-1)
+    return beta * of_teacher + (1 - beta) * (log_q.exp() * (log_q - log_m)).sum(-1)
+
+
+def _adding_up(some: Tensor, support: Support) -> Tensor:
+    """[rows, ..]: log-probabilities of some tokens, as those of a distribution."""
+    together = some.logsumexp(-1, keepdim=True)
+    if not support.tail:
+        return some - together
+    return torch.cat([some, torch.log(-torch.expm1(together.clamp(max=LEAST_LEFT)))], -1)
 
 
 def _expected(values: Tensor, q: Tensor) -> Tensor:

@@ -42,8 +42,8 @@ from lowtide.ops.in_place import (
     needs_gradient,
     takes_gradient_in_place,
 )
-from lowtide.ops.logits.compared_rows import ComparedRows
-from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, TorchRows, Want
+from lowtide.ops.logits.compared_rows import ComparedRows, Comparison
+from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, Support, TorchRows, Want
 from lowtide.ops.logits.rows_of import Rows, rows_of
 from lowtide.ops.logits.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
 from lowtide.ops.mapped import bands, is_mapped
@@ -111,6 +111,8 @@ class TokenStats:
     """Log-probability that two draws are the same token, the log of the sum of squares. Without gradient."""
     divergences: Float[Tensor, " scores"] | None = None
     """Generalized Jensen-Shannon divergence from a teacher's distribution, in nats (see `ops.logits.compared_rows`)."""
+    old: Float[Tensor, " scores"] | None = None
+    """Log-probabilities of the policy that wrote, where the batch knows them. Given, and without gradient."""
 
 
 PLAIN = Projection()
@@ -130,6 +132,8 @@ class Teacher:
     """0 is KL(teacher || student), 1 is KL(student || teacher)."""
     split: SplitVocabulary | None = None
     """The ranks that hold the rows of its weights; where the student's are whole, ranks with the same scores."""
+    support: Support | None = None
+    """The tokens that are compared, of whole vocabularies; None for all."""
 
 
 ScoreLoss = Callable[[TokenStats], Tensor]
@@ -147,6 +151,8 @@ class HeadOptions(TypedDict, total=False):
     accumulate: bool
     """Add the gradient of a weight that is a leaf without hooks straight into its `.grad`, instead of handing it to
     autograd, which would hold it a second time."""
+    old: Float[Tensor, " scores"] | None
+    """What a loss of `linear_loss` finds as `TokenStats.old`."""
     chunk: int | None
     """Scores at a time; by default as many as fit the device's workspace."""
     split: SplitVocabulary | None
@@ -217,13 +223,13 @@ def linear_loss(
 
     The other arguments are those of `linear_logprobs`.
     """
-    bias = options.pop("bias", None)
+    bias, old = options.pop("bias", None), options.pop("old", None)
     spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled(), teacher=teacher)
     assert spec.want.divergences == (teacher is not None)
     if teacher is not None:
         assert spec.split is None or not spec.want.mean_logprobs
         assert spec.split is not None or teacher.split is None or teacher.split.same_scores
-    total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale), index, target, bias, *_flat(terms))
+    total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale, old), index, target, bias, *_flat(terms))
     return total, _wanted(spec.want, *stats)
 
 
@@ -275,6 +281,7 @@ class _Loss(NamedTuple):
     of_stats: ScoreLoss
     factor: float | Tensor
     grad_scale: float
+    old: Tensor | None = None
 
     def summed(self, losses: Tensor, own: slice) -> Tensor:
         """The sum of the losses of some of this rank's scores, times their factor."""
@@ -516,8 +523,7 @@ class ChunkedHead:
             self.projection,
             self.scratch,
             teacher=theirs,
-            teacher_projection=self.teacher.projection,
-            beta=self.teacher.beta,
+            how=Comparison(self.teacher.projection, self.teacher.beta, self.teacher.support),
             vocab=vocab,
         )
 
@@ -833,7 +839,8 @@ def _score_losses(loss: _Loss, stats: RowStats, want: Want, own: slice) -> tuple
         means = stats.mean_logprobs.detach().requires_grad_() if want.mean_logprobs else None
         divergences = stats.divergences.detach().requires_grad_() if want.divergences else None
         leaves = [leaf for leaf in (logprobs, entropies, means, divergences) if leaf is not None]
-        known = TokenStats(logprobs, entropies, means, stats.top1 if want.top1 else None, divergences=divergences)
+        top1, old = stats.top1 if want.top1 else None, None if loss.old is None else loss.old[own].to(logprobs)
+        known = TokenStats(logprobs, entropies, means, top1, divergences=divergences, old=old)
         total = loss.summed(loss.of_stats(known), own)
         slopes = iter(torch.autograd.grad(total * loss.grad_scale, leaves, allow_unused=True))
     of_logprobs = next(slopes)

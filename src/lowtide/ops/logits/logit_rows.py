@@ -34,6 +34,14 @@ class Want(NamedTuple):
     divergences: bool = False
 
 
+class Support(NamedTuple):
+    """The tokens that two distributions are compared on: the student's likeliest ones."""
+
+    tokens: int
+    tail: bool = False
+    """All others count as one more token. False leaves them out, and has what is left add up to 1."""
+
+
 class RowStats(NamedTuple):
     """Statistics of some rows, [rows] each, at least in float32; unwanted ones are empty."""
 

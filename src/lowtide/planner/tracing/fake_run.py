@@ -26,8 +26,9 @@ from lowtide.data.batches.heaviest import heaviest_batch, rows_in_a_step
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import prompt_images, prompts_of
+from lowtide.data.prompts import TEACHER_IDS
 from lowtide.data.sources.sampling import sampling
-from lowtide.engine.forward import causal_model
+from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.over_ranks.splitting import split_traced
 from lowtide.engine.weights.labels import set_labels, set_problem
 from lowtide.engine.weights.model_init import model_init
@@ -363,8 +364,16 @@ class FakeRun:
         rows, lengths = rows_in_a_step(run.args), run.row_lengths(self.dataset, trained=True)
         usual = 0 if lengths is None else lengths.mean() * rows / self.method.rows.together(run.args)
         held = [each for each in tree_leaves(vars(replace(heaviest, images=()))) if isinstance(each, Tensor)]
-        size = sum(each.nbytes for each in held) * max(1.0, usual / heaviest.tokens)
+        size = sum(each.nbytes for each in held) + self._states_of_teacher(run, heaviest)
+        size *= max(1.0, usual / heaviest.tokens)
         return StepRows(-(-rows // heaviest.rows), int(size), pinned=device.kind == "cuda")
+
+    def _states_of_teacher(self, run: TrainingRun, batch: RaggedBatch) -> int:
+        """The bytes of a teacher's hidden states, where it reads prompts of its own before the step."""
+        if TEACHER_IDS not in (self.dataset.column_names or ()) or not run.objective().taught:
+            return 0
+        weight = embedding_weight(run.model)
+        return batch.scores * weight.shape[1] * weight.element_size()
 
     def _writers(
         self, runner: StepRunner, trace: StorageTrace, layers: int, reader: ImageReader | None

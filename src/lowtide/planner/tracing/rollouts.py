@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from datasets import Dataset
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from lowtide.compat.torch import without_modes
 from lowtide.data.batches.images import ImageReader
-from lowtide.data.batches.values import OLD, REFERENCE, VALUE
-from lowtide.data.prompts import PROMPT_IDS
+from lowtide.data.batches.values import OLD, REFERENCE, TEACHER, VALUE
+from lowtide.data.prompts import PROMPT_IDS, TEACHER_IDS
 from lowtide.engine.forward import COMPUTED_IN, SPLIT_OVER, causal_model, embedding_weight, score_shared, sequence_of
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.engine.reference import logprobs
+from lowtide.engine.reference import ReferenceModel, logprobs
 from lowtide.methods.online.learning import Learning
+from lowtide.methods.online.rollouts import LongestGroups
 from lowtide.ops.logits.logit_rows import Want
 from lowtide.planner.tracing.reward_models import reward_completions
 from lowtide.planner.tracing.trace import StorageTrace
@@ -227,6 +228,8 @@ class TracedRollout:
             scored[OLD] = self._policy(batch)
         if options.scores_reference and self.runner.reference is not None:
             scored[REFERENCE] = self.runner.reference(batch)
+        if TEACHER_IDS in self.dataset.column_names:
+            scored |= self._taught(batch)
         if self.learning.reads is not None:
             scored[VALUE] = self._policy(batch, self.learning.reads)
         if getattr(options, "top_entropy_quantile", 1.0) < 1.0:
@@ -234,6 +237,24 @@ class TracedRollout:
             scores = Scores(batch.score_index, batch.score_target, want=want, temperature=options.temperature)
             score_shared(self.runner.model, batch, scores, padding_free=self.runner.padding_free)
         return scored
+
+    def _taught(self, batch: RaggedBatch) -> dict[str, Tensor]:
+        """What a teacher with prompts of its own says of a micro-batch, which it reads after its longest ones."""
+        options: Any = self.runner.options
+        most, budget = options.max_completion_length, options.tokens_per_microbatch
+        each = min(options.num_generations // self.learning.completions, options.per_device_train_batch_size)
+        groups = LongestGroups(self.learning, each, most, budget, options.prefix_sharing)
+        count = 1 if budget else -(-options.per_device_train_batch_size // each)
+        with without_modes():
+            prompts = sorted(self.dataset[TEACHER_IDS], key=len, reverse=True)[:count]
+            whole = groups([{PROMPT_IDS: ids} for ids in prompts])
+        fake = batch.token_ids.fake_mode  # type: ignore[attr-defined]
+        reference, objective = cast(ReferenceModel, self.runner.reference), self.runner.method_objective
+        if not objective.taught:
+            found = reference(whole.thinned(batch.scores).map(fake.from_tensor))
+            return {REFERENCE: found.new_zeros(batch.scores)}
+        states = reference.states(whole.map(fake.from_tensor))
+        return {TEACHER: states.new_zeros(batch.scores, states.shape[1])}
 
     def _policy(self, batch: RaggedBatch, head: type[Head] = LanguageModel) -> Tensor:
         options: Any = self.runner.options

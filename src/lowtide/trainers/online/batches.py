@@ -22,6 +22,7 @@ from lowtide.step.metrics import Totals
 from lowtide.trainers.batches import RowBatches
 from lowtide.trainers.online.entropy import kept_tokens
 from lowtide.trainers.online.order import PromptSampler, RowsAhead
+from lowtide.trainers.online.teaching import with_teacher
 from lowtide.trainers.order import own_rows
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class WrittenBatches(RowBatches):
         self._eval_rows, self._eval_completions = 0, 0
 
     def of_step(self, read: Iterator[Any], count: int) -> RaggedBatch | None:
-        trainer, args, parts = self.trainer, self.trainer.options, []
+        trainer, args, parts, taught = self.trainer, self.trainer.options, [], []
         windows, order = trainer.windows, trainer.row_order
         before = order.place, self._window
         self._rows.begin(read)
@@ -68,11 +69,15 @@ class WrittenBatches(RowBatches):
                 learned = trainer.learning.order(taken, args.seed, order.place[0], window, repeat)
                 chosen = learned[share * each : (share + 1) * each]
                 parts.append(trainer.learning.batch(rollout, chosen, sharing=self._sharing))
+                taught.append(trainer.learning.taught(rollout, chosen, sharing=self._sharing))
                 order.advance()
+            if not parts:
+                return None
+            batch = with_teacher(trainer.runner, RaggedBatch.concat(parts), taught)
         except Exception:
             order.place, self._window = before  # as a checkpoint of the last step has them
             raise
-        return kept_tokens(trainer.runner, RaggedBatch.concat(parts), args) if parts else None
+        return kept_tokens(trainer.runner, batch, args)
 
     # -- windows -------------------------------------------------------------------------------------------------
 
@@ -186,6 +191,8 @@ class WrittenBatches(RowBatches):
         self._eval_rows += len(rows) * args.data_ranks
         chosen = range(len(made.rollout) // trainer.learning.completions)
         batch = trainer.learning.batch(made.rollout, chosen, sharing=self._sharing)
+        taught = trainer.learning.taught(made.rollout, chosen, sharing=self._sharing)
+        batch = with_teacher(trainer.runner, batch, [taught])
         return kept_tokens(trainer.runner, batch, args)
 
     def metrics_of_evaluation(self) -> tuple[dict[str, float], dict[str, float]] | None:

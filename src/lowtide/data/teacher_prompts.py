@@ -1,0 +1,75 @@
+"""The prompt that a teacher reads in place of the student's: the same question, and beside it what the student is not
+told, such as a demonstration. The tokens are those of TRL 1.16's `SDFTTrainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.data.prompts import PROMPT, PromptEncoder
+
+PRIVILEGED = "privileged_context"
+"""The column of what the teacher alone is told."""
+
+
+@dataclass(frozen=True)
+class TeacherPromptEncoder(PromptEncoder):
+    """From a prompt, and what the teacher alone is told, to the token ids of the teacher's prompt."""
+
+    template: str = "{prompt}"
+    """A text with the places {prompt} and {privileged_context}; in a conversation, that of its last message."""
+
+    def of_row(self, row: Mapping[str, Any], number: int) -> list[int]:
+        """The token ids of the prompt that the teacher reads.
+
+        Raises:
+            ValueError: as of any prompt; or the row has no context, or a conversation does not end with a user.
+        """
+        told = as_told(row.get(PRIVILEGED))
+        if told is None:
+            raise ValueError(
+                f"{self.where(number)}: `{PRIVILEGED}` is {row.get(PRIVILEGED)!r:.80}, and the teacher's prompt is "
+                "made of it: give each row a text, or messages, such as a demonstration"
+            )
+        prompt = told_prompt(row[PROMPT], lambda text: filled(self.template, text, told), self.where(number))
+        return self(prompt, number)
+
+
+def filled(template: str, prompt: str, told: str) -> str:
+    """The text of a teacher's prompt."""
+    return template.format(**{PROMPT: prompt, PRIVILEGED: told})
+
+
+def as_told(told: Any) -> str | None:
+    """What a teacher is told as a text: a text, or the contents of messages, a line each; None where there is none."""
+    if told is None or isinstance(told, str):
+        return told
+    if isinstance(told, Sequence) and told and all(isinstance(each, Mapping) for each in told):
+        return "\n".join(text for text in (content_text(each.get("content")) for each in told) if text)
+    return str(told)
+
+
+def told_prompt(prompt: Any, text_of: Callable[[str], str], where: str) -> Any:
+    """A prompt with another text; of a conversation, with another last message.
+
+    Raises:
+        ValueError: the last message is not a user's.
+    """
+    if isinstance(prompt, str):
+        return text_of(prompt)
+    last = prompt[-1] if isinstance(prompt, Sequence) and prompt else None
+    if not isinstance(last, Mapping) or last.get("role") != "user":
+        raise ValueError(
+            f"{where}: the teacher's prompt is made of a conversation that ends with a message of the user, and this "
+            f"one ends with {last!r:.80}: mend or drop the row"
+        )
+    return [*prompt[:-1], {"role": "user", "content": text_of(content_text(last.get("content")))}]
+
+
+def content_text(content: Any) -> str:
+    """The text of a message's content: a text, or the texts among its parts."""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return str(content or "")
+    return " ".join(part.get("text") or "" for part in content if part.get("type") == "text")

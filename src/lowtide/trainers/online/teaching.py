@@ -1,0 +1,44 @@
+"""What a teacher says of a step's completions where it reads other prompts than the student.
+
+Its forward is a pass of its own before the step: of each scored token its hidden state, where distributions are
+compared, or its log-probability. The student's micro-batches then find these among their score values, so that budgets,
+pieces of long rows and ranks are as in any step, and no logits exist whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from lowtide.data.batches.values import REFERENCE, TEACHER
+from lowtide.ragged import RaggedBatch
+from lowtide.step.rank_sync import RankSync
+from lowtide.step.runner import StepRunner
+
+
+def with_teacher(runner: StepRunner, batch: RaggedBatch, taught: Sequence[RaggedBatch | None]) -> RaggedBatch:
+    """The batch, with what the teacher says of its scores.
+
+    Args:
+        taught: the parts of the batch as the teacher reads them, all or none; the weights are those before the step.
+    """
+    parts = [each for each in taught if each is not None]
+    if not parts:
+        return batch
+    whole, models = RaggedBatch.concat(parts), runner.models()
+    assert whole.scores == batch.scores
+    compares = runner.method_objective.taught
+    sync, found = RankSync("teacher", part=whole), []
+
+    def scorer(part: RaggedBatch) -> Tensor:
+        assert models.reference is not None
+        return (models.placed_states(part) if compares else models.reference(part)).cpu()
+
+    with sync.local(waited_for=runner.waited_for), runner.phases.during("score"):
+        if whole.scores:
+            found.append(runner.scored(whole, scorer))
+    sync.meet(runner.device)
+    said = {TEACHER if compares else REFERENCE: found[0]} if found else {}
+    return replace(batch, score_values={**batch.score_values, **said})

@@ -33,6 +33,10 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     files = {path.relative_to(SOURCES).as_posix() for path in SOURCES.rglob("*") if path.is_file()}
     assert there == {name for name in files if "__pycache__" not in name and ".egg-info" not in name}
     assert {"lowtide/py.typed", "lowtide/trainers/public.pyi"} <= there
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    said = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
+    assert {"Author: The lowtide authors", "License-Expression: Apache-2.0"} <= {*said}
+    assert any(line.startswith("Keywords: fine-tuning,") for line in said)
 
 
 @pytest.mark.slow
@@ -42,6 +46,8 @@ def test_the_wheel_works_in_an_empty_environment(wheel, tmp_path):
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
     report = json.loads(run(tmp_path / "env/bin/lowtide", "doctor", "--json", folder=tmp_path, PYTHONPATH=DEPENDENCIES))
     assert not [each for each in report["versions"] if each["wrong"]]
+    recipes = run(tmp_path / "env/bin/lowtide", "recipes", "list", folder=tmp_path, PYTHONPATH=DEPENDENCIES)
+    assert "qwen-8gb" in recipes
     imported = (
         "import lowtide, lowtide.trainers.public as it; print(lowtide.__file__); print(lowtide.DPOConfig.__name__)"
     )

@@ -107,7 +107,7 @@ def test_what_cannot_work_is_refused_in_its_own_words(tmp_path):
         ("half", "is no path"),
         (f"{HERE}.HALV", "has no 'HALV'; did you mean 'HALF'"),
         (f"{HERE}.ROWS", "is of type list, and no Technique"),
-        (f"{HERE}.NO_FUNCTION", "prepare=3 is no function"),
+        (f"{HERE}.NO_FUNCTION", "prepare=3, which is no function"),
         ("no_such_module.HALF", "there is no module 'no_such_module'"),
     ],
 )

@@ -30,17 +30,20 @@ def own_technique(name: str) -> Technique:
     Raises:
         ValueError: there is none, or something else, or what it declares cannot be called.
     """
-    installed = {each.name: each for each in entry_points(group=GROUP)}
-    with called_for_user(OPTION, name):
-        found = installed[name].load() if name in installed else find_named(name, "technique")
+    point = next((each for each in entry_points(group=GROUP) if each.name == name), None)
+    if point is None:
+        found = find_named(name, f"{OPTION}:")
+    else:
+        with called_for_user(OPTION, point):
+            found = point.load()
     if not isinstance(found, Technique):
         raise ValueError(
-            f"technique {name!r} is of type {type(found).__name__}, and no Technique of lowtide.memory.technique"
+            f"{OPTION}: {name!r} is of type {type(found).__name__}, and no Technique of lowtide.memory.technique"
         )
     for part in (*CALLED, "around"):
         value = getattr(found, part)
         if value is not None and not callable(value):
-            raise ValueError(f"technique {name!r}: {part}={value!r} is no function of a Site")
+            raise ValueError(f"{OPTION}: {name!r} has {part}={value!r}, which is no function of a Site")
     called = {part: _called(value) for part in CALLED if (value := getattr(found, part)) is not None}
     around = None if found.around is None else _entered(found.around)
     return dataclasses.replace(

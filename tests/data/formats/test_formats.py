@@ -70,6 +70,7 @@ def test_a_formatting_func_makes_a_text_or_messages(made, expected):
     [
         [USER, ASSISTANT, USER, ASSISTANT],
         [SYSTEM, USER, CALL, TOOL, TOOL, ASSISTANT, USER],
+        [SYSTEM, SYSTEM, USER, ASSISTANT],
         [{"role": "developer", "content": "x"}, USER, ASSISTANT],
     ],
 )

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 EMPTY, UNASKED, RELABELLED = "so that no more than an end token", "what was not asked", "other tokens than 'input_ids'"
 ENDLESS, MASKED = "does not learn to stop", "followed, as by TRL"
-ALL = (EMPTY, UNASKED, RELABELLED, ENDLESS, MASKED)
+BROKEN, UNWRITTEN = "are a text that is no JSON", "leaves something out"
+ALL = (BROKEN, EMPTY, UNASKED, RELABELLED, ENDLESS, MASKED)
 TEXTS = {"prompt": "How many? ", "completion": "72 clips."}
 PAIR = {"prompt": "How many? ", "chosen": "72 clips.", "rejected": "48 clips."}
 LABELLED = TEXTS | {"label": True}
@@ -108,6 +109,30 @@ def test_a_conversation_without_an_answer_has_an_empty_one(tokenizer, caplog):
 def test_calls_of_tools_and_thoughts_are_no_empty_answer(more, tokenizer, caplog):
     rows = [{"messages": [user("How many?"), said("", **more)]}]
     assert warned(caplog, lambda: sft(rows, tokenizer)) == {}
+
+
+@pytest.mark.parametrize("writes_all", [True, False])
+def test_a_second_system_message_that_is_not_written_is_counted(writes_all, tokenizer, caplog):
+    if not writes_all:
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "{% for message in messages %}",
+            "{% for message in messages %}{% if loop.first or message['role'] != 'system' %}",
+        ).replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
+    system = [{"role": "system", "content": text} for text in ("Be brief.", "Be kind.")]
+    rows = [chat("72"), {"messages": [*system, user("How many?"), said("72")]}]
+    with caplog.at_level(logging.WARNING):
+        sft(rows, tokenizer)
+    assert caplog.text.count(f"in 1 of 2 rows (the first is row 1) the chat template {UNWRITTEN}") == (not writes_all)
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro', "Rome", '{"city": "Rome"}', {"city": "Rome"}, "", None])
+def test_arguments_that_are_no_json_are_counted(arguments, tokenizer, caplog):
+    rows = [
+        {"messages": [user("How warm?"), said("", tool_calls=[{"function": {"name": "find", "arguments": each}}])]}
+        for each in (arguments, arguments)
+    ]
+    expected = {BROKEN: (2, 2, 0)} if arguments in ('{"city": "Ro', "Rome") else {}
+    assert warned(caplog, lambda: sft(rows, tokenizer)) == expected
 
 
 @pytest.mark.parametrize(("prepares", "good"), [(sft, TEXTS), (pairs, PAIR), (unpaired, LABELLED)])

@@ -30,7 +30,7 @@ from lowtide.data.options import TokenOptions
 
 logger = logging.getLogger(__name__)
 
-VERSION = 14
+VERSION = 15
 """Raised whenever preparation gives other numbers than before."""
 NEUTRAL = (
     *("num_proc", "source", "shuffle", "seed", "packing_strategy", "prefix_sharing"),

@@ -45,7 +45,7 @@ verl, and of others."""
 
 FOLLOWERS = {
     None: ("system", "user"),
-    "system": ("user",),
+    "system": ("system", "user"),
     "user": ("assistant",),
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool", "user"),
@@ -54,7 +54,7 @@ FOLLOWERS = {
 
 
 def check_roles(messages: list[Message]) -> list[Message]:
-    """Check the order of roles: a system message only first, then user and assistant in turn, with the results of
+    """Check the order of roles: system messages only first, then user and assistant in turn, with the results of
     tools after the assistant. Returns `messages`.
 
     Raises:

@@ -4,6 +4,7 @@ TRL trains on such rows without a word: an empty answer, of which the model lear
 the row's tokens; token ids without a token that ends them. A number and the first row are enough to find them.
 """
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ class Doubt(IntFlag):
     SEVERAL_TURNS = 128
     EMPTY_WORD = 256
     MASKED = 512
+    BROKEN_CALL = 1024
 
 
 NO_DOUBT = Doubt(0)
@@ -64,6 +66,8 @@ SAID = {
     "label. Remove such words with their labels.",
     Doubt.MASKED: "'attention_mask' leaves out tokens at an end that are no padding token, and the model does not see "
     "them. Remove the column 'attention_mask' if that is not meant.",
+    Doubt.BROKEN_CALL: "the arguments of a tool call are a text that is no JSON, and the model learns to write it. "
+    "Remove such rows, or mend them.",
     Doubt.NO_END: "no token ends the completion or the text, and the model does not learn to stop: rows that are token "
     "ids get no end token. Put the tokenizer's end token after them.",
 }
@@ -79,17 +83,32 @@ def doubts_of(samples: Sequence[Sample]) -> Int[np.ndarray, " rows"]:
 
 
 def _doubt_of(sample: Sample) -> Doubt:
+    broken = False
     if isinstance(sample, TextSample):
         asked, answered = [sample.prompt], [sample.text]
     elif isinstance(sample, ChatSample):
         asked = [each.get("content") for each in sample.messages if each["role"] == "user"]
         answers = [each for each in sample.messages[sample.prompt_messages or 0 :] if each["role"] == "assistant"]
         answered = [_said(message) for message in answers] or [""]
+        broken = any(map(_is_broken, (call for message in answers for call in message.get("tool_calls") or ())))
     else:
         return Doubt.NO_PROMPT if sample.prompt_tokens == 0 else Doubt(0)
     no_prompt = any(isinstance(text, str) and not SEEN.search(text) for text in asked)
     no_answer = any(not SEEN.search(text) for text in answered)
-    return (Doubt.NO_PROMPT if no_prompt else Doubt(0)) | (Doubt.NO_ANSWER if no_answer else Doubt(0))
+    return Doubt(Doubt.NO_PROMPT * no_prompt | Doubt.NO_ANSWER * no_answer | Doubt.BROKEN_CALL * broken)
+
+
+def _is_broken(call: Any) -> bool:
+    """Whether the arguments of a tool call are a text that is no JSON."""
+    own = call.get("function") or call if isinstance(call, dict) else None
+    arguments = own.get("arguments") if isinstance(own, dict) else None
+    if not isinstance(arguments, str) or not arguments.strip():
+        return False
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _said(message: dict[str, Any]) -> str:

@@ -54,6 +54,13 @@ def _parts_of(chat: ChatSample) -> Iterator[tuple[str, ChatSample]]:
     says = {message["role"] for message in chat.messages if _text_of(message).strip()}
     for role in sorted(says.difference(SPEAKERS)):
         yield f"{role} says", replace(chat, messages=[_silent(message, role) for message in chat.messages])
+    begin = next((n for n, message in enumerate(chat.messages) if message["role"] != "system"), 0)
+    if begin > 1:
+        silent = [_silent(message, "system") for message in chat.messages[1:begin]]
+        yield (
+            "more than one system message",
+            replace(chat, messages=[chat.messages[0], *silent, *chat.messages[begin:]]),
+        )
 
 
 def _without_calls(message: Message) -> Message:

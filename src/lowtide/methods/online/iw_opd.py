@@ -100,11 +100,12 @@ def position_weights(
     if not len(ahead):
         return ahead
     apart = to_float64(ahead.abs())
-    before, rows = apart.cumsum(0) - apart, int(completion.max()) + 1
-    places = torch.arange(len(ahead), device=ahead.device)
-    first = places.new_full((rows,), len(ahead) - 1).scatter_reduce(0, completion.long(), places, "amin")
-    total = apart.new_zeros(rows).index_add(0, completion, apart).clamp(min=epsilon)
-    share = (before - before[first][completion]) / total[completion]
+    before, begins = apart.cumsum(0) - apart, torch.ones_like(completion, dtype=torch.bool)
+    begins[1:] = completion[1:] != completion[:-1]
+    number = begins.cumsum(0) - 1  # below the number of tokens, so that the device is not asked how many there are
+    at_begin = apart.new_zeros(len(apart)).index_add(0, number, before * begins)
+    total = apart.new_zeros(len(apart)).index_add(0, number, apart).clamp(min=epsilon)
+    share = (before - at_begin[number]) / total[number]
     return (1 + gamma * (1 - share)).to(ahead.dtype)
 
 

@@ -16,7 +16,9 @@ from datasets import Dataset
 
 from tests.support.references.parity_world import (
     COMMON,
+    FIRST_STEPS,
     assert_likelihoods_agree,
+    assistant,
     build_model,
     build_teacher,
     lora,
@@ -131,3 +133,39 @@ def test_evaluation_agrees_with_trl(tmp_path):
     theirs, ours = (build_trainer(each, case, tmp_path, 1, eval_dataset=held_out) for each in (trl, lowtide))
     expected, actual = numbers([theirs.evaluate()]), numbers([ours.evaluate()])
     assert actual["eval_loss"].item() == pytest.approx(expected["eval_loss"].item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_steps_of_importance_weighted_distillation_agree_with_trl(tmp_path):
+    experimental = pytest.importorskip("trl.experimental.iw_opd")
+    flags = SETTINGS | {"max_steps": FIRST_STEPS, "num_generations": 2, "temperature": 0.8}
+    tokenizer().save_pretrained(tmp_path / "teacher")  # which TRL compares with the student's
+    answered = [{"messages": [*row["prompt"], assistant("unread")]} for row in rows(40, chat=True)]
+    built = []
+    for library in (experimental, lowtide):
+        writer, teacher = Writer(), build_teacher()
+        teacher.config._name_or_path = str(tmp_path / "teacher")
+        trainer = library.IWOPDTrainer(
+            model=build_model("llama"),
+            teacher_model=teacher,
+            args=library.IWOPDConfig(output_dir=str(tmp_path / library.__name__), **flags),
+            train_dataset=rows(40, chat=True) if library is lowtide else Dataset.from_list(answered),
+            processing_class=tokenizer(),
+            **{"rollout_func": writer} if library is lowtide else {},
+        )
+        built.append(trainer)
+        if library is experimental:
+            trainer._generate_with_model = _written_by(writer, trainer)
+    assert_likelihoods_agree(*built, FIRST_STEPS, unlike=["step_time"])
+
+
+def _written_by(writer: Writer, trainer: Any) -> Any:
+    """In place of what TRL's trainer writes with."""
+
+    def write(slices: list[dict[str, Any]], numbers: list[int]) -> None:
+        of = [(number, place) for number in numbers for place in range(len(slices[number]["prompts"]))]
+        prompts = [slices[n]["prompts"][p][slices[n]["prompt_attention_mask"][p].bool()] for n, p in of]
+        completions = writer.completions([each.tolist() for each in prompts])
+        trainer._store_completions_in_buffer(slices, numbers, [n for n, _ in of], prompts, completions)
+
+    return write

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 
 import lowtide
@@ -17,16 +16,12 @@ from lowtide.data.teacher_prompts import TeacherPromptEncoder
 from lowtide.methods.online.self_taught import token_weights
 from lowtide.rollout.generators.generator import Completion
 from lowtide.rollout.rollout import Rollout
-from tests.support.references.parity_world import build_model, lora, sums, tokenizer, trained_before, user
-from tests.support.runs.online_runs import assert_near, online, trained, weights
-
-
-def rows(count: int = 24) -> Dataset:
-    return Dataset.from_list([{"prompt": ask, "privileged_context": f"So: {answer}."} for ask, answer in sums(count)])
+from tests.support.references.parity_world import build_model, lora, tokenizer, trained_before, user
+from tests.support.runs.online_runs import assert_near, online, told_prompts, trained, weights
 
 
 OPTIONS: dict[str, Any] = {"max_steps": 1, "num_generations": 2, "max_completion_length": 6, "optim": "sgd"}
-OPTIONS |= {"arguments": {"train_dataset": rows()}, "max_grad_norm": 0.0, "learning_rate": 1.0}
+OPTIONS |= {"arguments": {"train_dataset": told_prompts()}, "max_grad_norm": 0.0, "learning_rate": 1.0}
 
 
 @pytest.mark.slow
@@ -95,7 +90,7 @@ def test_what_cannot_work_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=said):
             lowtide.SDFTConfig(output_dir=str(tmp_path), use_cpu=True, **options)  # type: ignore[arg-type]
-    without = rows().remove_columns("privileged_context")
+    without = told_prompts().remove_columns("privileged_context")
     with pytest.raises(ValueError, match="no column `privileged_context`"):
         online(tmp_path, "SDFT", arguments={"train_dataset": without})
 

@@ -48,6 +48,12 @@ def prompts(count: int = 24) -> Dataset:
     return Dataset.from_list([{"prompt": question, "number": n} for n, (question, _) in enumerate(sums(count))])
 
 
+def told_prompts(count: int = 24) -> Dataset:
+    """Prompts with what a teacher alone is told."""
+    told = [{"prompt": ask, "privileged_context": f"So: {answer}."} for ask, answer in sums(count)]
+    return Dataset.from_list(told)
+
+
 def online(
     folder: Path, method: str = "GRPO", *, model: Any = None, arguments: dict[str, Any] | None = None, **options: Any
 ) -> Any:

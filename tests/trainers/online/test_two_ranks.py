@@ -24,6 +24,7 @@ from tests.support.runs.online_runs import (
     loss_options,
     online,
     spread_where_even,
+    told_prompts,
     trained,
     weights,
 )
@@ -47,6 +48,8 @@ METHODS = {
     },
     "RLOO": {"num_generations": 2, "normalize_advantages": True},
     "Distillation": {"num_generations": 2, "beta": 0.5},
+    "IWOPD": {"num_generations": 2},
+    "SDFT": {"num_generations": 2, "teacher_model_kind": "ema", "arguments": {"train_dataset": told_prompts()}},
     "GRPO of the least certain tokens": {"num_generations": 2, "top_entropy_quantile": 0.5},
 }
 

@@ -19,7 +19,6 @@ from lowtide.rollout.rollout import Rollout
 from tests.support.references.parity_world import build_model, lora, tokenizer, trained_before, user
 from tests.support.runs.online_runs import assert_near, online, told_prompts, trained, weights
 
-
 OPTIONS: dict[str, Any] = {"max_steps": 1, "num_generations": 2, "max_completion_length": 6, "optim": "sgd"}
 OPTIONS |= {"arguments": {"train_dataset": told_prompts()}, "max_grad_norm": 0.0, "learning_rate": 1.0}
 

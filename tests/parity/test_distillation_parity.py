@@ -140,7 +140,7 @@ def test_steps_of_importance_weighted_distillation_agree_with_trl(tmp_path):
     experimental = pytest.importorskip("trl.experimental.iw_opd")
     flags = SETTINGS | {"max_steps": FIRST_STEPS, "num_generations": 2, "temperature": 0.8}
     tokenizer().save_pretrained(tmp_path / "teacher")  # which TRL compares with the student's
-    answered = [{"messages": [*row["prompt"], assistant("unread")]} for row in rows(40, chat=True)]
+    answered = [{"messages": [*asked, assistant("unread")]} for asked in rows(40, chat=True)["prompt"]]
     built = []
     for library in (experimental, lowtide):
         writer, teacher = Writer(), build_teacher()
@@ -160,7 +160,8 @@ def test_steps_of_importance_weighted_distillation_agree_with_trl(tmp_path):
             trainer._get_num_items_in_batch = lambda *_: None
     lengths = [f"completions/on_policy_{which}_length" for which in ("min", "mean", "max")]
     other_names = [*lengths, "completions/truncated_fraction", "on_policy_loss"]
-    assert_likelihoods_agree(*built, FIRST_STEPS, unlike=["step_time", *other_names])
+    theirs, ours = built
+    assert_likelihoods_agree(theirs, ours, FIRST_STEPS, unlike=["step_time", *other_names])
 
 
 def _written_by(writer: Writer, trainer: Any) -> Any:

@@ -10,6 +10,7 @@ vocabularies differ in rows that pad them, which TRL refuses: both distributions
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -49,10 +50,10 @@ class DistillationOptions(RolloutOptions, VisionOptions, TeacherOptions):
 class Taught(Learning):
     """The teacher says all that is learned of a completion, in the step itself."""
 
-    def wants_old(self, options: DistillationOptions, *, stale: bool) -> bool:
+    def wants_old(self, options: Any, *, stale: bool) -> bool:
         return False
 
-    def learn(self, rewarded: Rewarded, options: DistillationOptions) -> Learned:
+    def learn(self, rewarded: Rewarded, options: Any) -> Learned:
         return Learned(torch.zeros(len(rewarded.group.rewards)))
 
     def blank(self, completions: int, scores: int) -> tuple[Values, Values]:

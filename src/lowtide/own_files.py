@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+DEVICES = Path("/dev")
 MARK = ".lowtide"
 """The file by which a folder is known as one that a run made and may delete."""
 _WRITTEN = re.compile(r".*\.(bin|html|jinja|json|jsonl|md|model|npz|parquet|pt|pth|safetensors|txt|yaml)")
@@ -43,9 +44,10 @@ def writing(path: Path) -> Iterator[Path]:
     A link in its place is replaced, and what that points to is left alone.
 
     Raises:
-        FileExistsError: a pipe or a device is there, which a file would take the place of.
+        FileExistsError: a pipe or a device is there, or the system's link to one, as `/dev/stdout`, which a file would
+            take the place of.
     """
-    if is_strange(path) and not path.is_symlink():
+    if is_strange(path) and (not path.is_symlink() or path.parent.resolve() == DEVICES):
         raise FileExistsError(f"{path} is neither a file nor a folder: name a file to write")
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     beside = Path(name)
@@ -56,6 +58,15 @@ def writing(path: Path) -> Iterator[Path]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_output(path: Path, text: str) -> None:
+    """Writes what a command was asked to write to a path: into a pipe or a device as it lies there, else as a file."""
+    if is_strange(path):
+        path.write_text(text, encoding="utf-8")
+        return
+    with writing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager

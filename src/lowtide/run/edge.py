@@ -9,7 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
+from lowtide.memory.allocators.out_of_memory import (
+    drop_frames,
+    first_line,
+    free_caches,
+    is_out_of_memory,
+    reserve_stack,
+)
 from lowtide.ranks.failures import RankFailed, stopping_together
 from lowtide.step.rank_sync import OutOfMemory
 
@@ -49,7 +55,7 @@ def out_of_memory_while(doing: str, *, or_else: str = "") -> Iterator[None]:
     try:
         yield
         return
-    except Exception as error:
+    except BaseException as error:
         if isinstance(error, OutOfMemory | RankFailed) or not is_out_of_memory(error):
             raise
         drop_frames(error)
@@ -66,5 +72,6 @@ def edge(doing: str) -> Iterator[None]:
         OutOfMemory: memory ran out.
         RankFailed: another rank stopped.
     """
+    reserve_stack()
     with stopping_together(doing, RESUME if doing in RESUMED else START_AGAIN), out_of_memory_while(doing):
         yield

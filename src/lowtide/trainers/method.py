@@ -38,7 +38,7 @@ from lowtide.run.unwise import unwise
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.trainers.attributes import set_options
 from lowtide.trainers.budget import Fitted, fit_budget
-from lowtide.trainers.checkpoints.output_folder import check_output
+from lowtide.trainers.checkpoints.output_folder import check_output, model_of_others
 from lowtide.trainers.hooks import LowtideTrainer, public_call
 from lowtide.trainers.losses.own_loss import OF_TRAINING
 from lowtide.trainers.older_arguments import take_tokenizer, with_older
@@ -151,7 +151,9 @@ class MethodTrainer(LowtideTrainer):
         """Says what is unwise in the run."""
         run, given = self.training_run, self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         rows = self.train_dataset if self.method.writes is None else None
-        for advice in unwise(self.args, run.model, aux_coefficient=run.aux_coefficient, given=given, rows=rows):
+        others = model_of_others(Path(str(self.args.output_dir)))
+        found = unwise(self.args, run.model, aux_coefficient=run.aux_coefficient, given=given, rows=rows)
+        for advice in (*([others] if others else []), *found):
             logger.warning(advice)
 
     def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.own_files import remove_files, separate_hard_links, usual_mode, writing
+from lowtide import own_files
+from lowtide.own_files import remove_files, separate_hard_links, usual_mode, write_output, writing
 from lowtide.trainers.checkpoints.lock import LOCK, only_run_in
 from lowtide.trainers.checkpoints.output_folder import STAGING
 from lowtide.trainers.checkpoints.rotating import keep_best, rotate
@@ -214,3 +215,28 @@ def test_a_pipe_is_not_replaced_by_a_file(tmp_path):
     ):
         pytest.fail("there is nothing to write into")
     assert [path.is_fifo() for path in tmp_path.iterdir()] == [True]
+
+
+def test_what_a_command_writes_replaces_a_link_and_goes_into_a_pipe(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    (tmp_path / "plan.yaml").symlink_to(tmp_path / "thesis.txt")
+    write_output(tmp_path / "plan.yaml", "a plan")
+    assert (tmp_path / "plan.yaml").read_text() == "a plan"
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    ends = os.pipe()
+    (tmp_path / "out").symlink_to(f"/proc/self/fd/{ends[1]}")
+    write_output(tmp_path / "out", "a plan")
+    assert os.read(ends[0], 100) == b"a plan"
+    assert (tmp_path / "out").is_symlink()
+
+
+def test_the_systems_link_to_a_device_is_not_replaced(tmp_path, monkeypatch):
+    (tmp_path / "stdout").symlink_to("/dev/null")
+    with writing(tmp_path / "stdout") as beside:  # anybody's link is
+        beside.write_text("a plan")
+    (tmp_path / "stdout").unlink()
+    (tmp_path / "stdout").symlink_to("/dev/null")
+    monkeypatch.setattr(own_files, "DEVICES", tmp_path)
+    with pytest.raises(FileExistsError, match="is neither a file nor a folder"), writing(tmp_path / "stdout"):
+        pass
+    assert (tmp_path / "stdout").is_symlink()

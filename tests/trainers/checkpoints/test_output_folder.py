@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import SFTConfig
-from lowtide.trainers.checkpoints.output_folder import check_output
+from lowtide.trainers.checkpoints.output_folder import check_output, model_of_others
 from tests.support.runs.small_runs import small
 
 
@@ -62,3 +62,14 @@ def test_a_variable_of_the_environment_is_not_put_in(tmp_path, monkeypatch):
         check_output(Path("$PLACE/a"), {})
     monkeypatch.delenv("PLACE")
     check_output(tmp_path / "$PLACE", {})
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("run", ["", "run.yaml", "training_args.bin", "checkpoint-3"])
+def test_a_model_of_others_is_named(name, run, tmp_path):
+    assert not model_of_others(tmp_path)
+    assert not model_of_others(tmp_path / "new")
+    (tmp_path / name).touch()
+    if run:
+        (tmp_path / run).touch()
+    assert (f"holds {name}, and no run of lowtide has written there" in model_of_others(tmp_path)) == (not run)

@@ -18,6 +18,7 @@ from lowtide.cli.planning.described_run import (
     style_of,
 )
 from lowtide.compat.argparse import Subparsers
+from lowtide.own_files import write_output
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     as_json = json.dumps(found.to_dict(), indent=2)
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(as_json + "\n", encoding="utf-8")
+        write_output(arguments.output, as_json + "\n")
     status = 0 if found.fits else DOES_NOT_FIT
     if arguments.json:
         print(as_json)

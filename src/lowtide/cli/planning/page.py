@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lowtide.compat.argparse import Subparsers
 from lowtide.escaping import shown
+from lowtide.own_files import write_output
 
 NAME = Path("lowtide-gpus.html")
 
@@ -32,6 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
     from lowtide.planner.answers.page import grid, html_of
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(html_of(grid()), encoding="utf-8")
+    write_output(arguments.output, html_of(grid()))
     print(shown(f"Written: {arguments.output}. Open it in a browser."))
     return 0

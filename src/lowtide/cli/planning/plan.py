@@ -20,6 +20,7 @@ from lowtide.cli.planning.described_run import (
     style_of,
 )
 from lowtide.compat.argparse import Subparsers
+from lowtide.own_files import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         return DOES_NOT_FIT
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(_written(found, arguments), encoding="utf-8")
+        write_output(arguments.output, _written(found, arguments))
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=2))
         return 0

@@ -10,13 +10,14 @@ import numpy as np
 from lowtide.data.report.lengths import MAX_ROWS_CUT, MAX_TOKENS_CUT, LengthChoice, LengthReport, share
 from lowtide.data.report.lengths_plot import brief, octaves
 from lowtide.html_shell import facts, page
+from lowtide.own_files import write_output
 
 PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
 
 
 def write_html(report: LengthReport, path: Path, source: str, tokenizer: str) -> None:
     """Write the report about `source`, tokenized by `tokenizer`, to `path`."""
-    path.write_text(_page(report, source, tokenizer), encoding="utf-8")
+    write_output(path, _page(report, source, tokenizer))
 
 
 def _page(report: LengthReport, source: str, tokenizer: str) -> str:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from lowtide.data.report.lengths import MAX_ROWS_CUT, MAX_TOKENS_CUT, LengthReport
+from lowtide.own_files import writing
 
 ROWS, TOKENS, CHOSEN = "#2f7ea8", "#c2553f", "#2d7d46"
 
@@ -33,7 +34,8 @@ def write_png(report: LengthReport, path: Path, source: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
-    figure.savefig(path)
+    with writing(path) as beside:
+        figure.savefig(beside, format=path.suffix[1:])
 
 
 def _draw_spread(axes: Axes, report: LengthReport) -> None:

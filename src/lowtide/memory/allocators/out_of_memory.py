@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import resource
+import sys
 import traceback
 
 import torch
@@ -11,10 +13,25 @@ from safetensors import SafetensorError
 SIGNS = (
     *("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED", "cannot allocate memory"),
     *("std::bad_alloc", "could not create a primitive", "could not create a memory"),
-    "storage size calculation overflowed",
+    *("storage size calculation overflowed", "fail to memory allocation"),
 )
-"""What torch's allocators, cuBLAS, cuDNN, C++, oneDNN and the system say, where the error has no type of its own; torch
-also of a tensor of more bytes than it can count."""
+"""What torch's allocators, cuBLAS, cuDNN, C++, oneDNN, the system and tokenizers say, where the error has no type of
+its own; torch also of a tensor of more bytes than it can count."""
+OF_RUST = "PanicException"
+"""The name of what tokenizers raise where they cannot go on, which is no `Exception`, and which no module has."""
+
+STACK_DEPTH = 20_000
+"""Tuples in one another that are hashed: some 60 bytes of the stack each, 1.1 MiB together."""
+
+
+def reserve_stack() -> None:
+    """Has a stack of a MiB where the process's addresses are limited (`ulimit -v`): the system grows that of the main
+    thread as it is needed, and ends a process with SIGSEGV, without an error, where it may not."""
+    if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        nested: tuple = ()
+        for _ in range(STACK_DEPTH):
+            nested = (nested,)
+        hash(nested)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -23,7 +40,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    unnamed = isinstance(error, RuntimeError | OSError | SafetensorError)
+    unnamed = isinstance(error, RuntimeError | OSError | SafetensorError) or type(error).__name__ == OF_RUST
     said = unnamed and any(sign.lower() in str(error).lower() for sign in SIGNS)
     return said or is_out_of_memory(error.__cause__)
 

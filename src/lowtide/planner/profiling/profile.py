@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.memory.allocators.measure import bytes_text
+from lowtide.own_files import write_output
 from lowtide.planner.advice import Advice
 from lowtide.planner.profiling.recording import CATEGORIES, Recording
 
@@ -112,7 +113,7 @@ class Profile:
 
     def write_json(self, path: Path) -> None:
         """Write it to a file."""
-        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write_output(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def profile_of(recording: Recording, run: ProfiledRun) -> Profile:

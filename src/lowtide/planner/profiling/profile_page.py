@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lowtide.html_shell import facts, page
 from lowtide.memory.allocators.measure import bytes_text
+from lowtide.own_files import write_output
 from lowtide.planner.advice import Advice
 from lowtide.planner.profiling.profile import Profile, Span, Tensors, ticks, totals
 from lowtide.planner.profiling.recording import CATEGORIES
@@ -26,7 +27,7 @@ NARROW = 0.004
 
 def write_html(profile: Profile, path: Path) -> None:
     """Write the page to a file."""
-    path.write_text(html_of(profile), encoding="utf-8")
+    write_output(path, html_of(profile))
 
 
 def html_of(profile: Profile) -> str:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from lowtide.data.report.lengths_plot import shorten
 from lowtide.memory.allocators.measure import bytes_text
+from lowtide.own_files import writing
 from lowtide.planner.profiling.profile import Profile, ticks
 
 COLORS = {
@@ -64,4 +65,5 @@ def write_png(profile: Profile, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path)
+    with writing(path) as beside:
+        figure.savefig(beside, format=path.suffix[1:])

@@ -16,6 +16,9 @@ CHECKPOINT = "checkpoint"
 STAGING = ".saving"
 """The folder of an output folder in which a checkpoint is written."""
 TRAINER_STATE = "trainer_state.json"
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)")
+OF_RUNS = {"training_args.bin", "run.yaml", "metrics.jsonl", TRAINER_STATE}
+"""Files that show that a run has written into its output folder."""
 OF_FOLDERS = re.compile(rf"{CHECKPOINT}-\d+|{re.escape(STAGING)}")
 """Names that a run gives to folders in its output folder."""
 
@@ -55,6 +58,18 @@ def check_output(folder: Path, read: Mapping[str, Any], *, saves: bool = True) -
             raise ValueError(
                 f"{path} is a file, and a run makes a folder of that name: move it away, or name another output_dir"
             )
+
+
+def model_of_others(folder: Path) -> str:
+    """Says that there are weights in an output folder, of a model that no run wrote; empty where there are none."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    weights = sorted(filter(WEIGHTS.fullmatch, names))
+    if not weights or names & OF_RUNS or any(map(OF_FOLDERS.fullmatch, names)):
+        return ""
+    return (
+        f"output_dir={str(folder)!r} holds {weights[0]}, and no run of lowtide has written there: where a model is "
+        "saved into it, its files replace those. Name another output_dir to keep them"
+    )
 
 
 def check_writable(folder: Path) -> None:

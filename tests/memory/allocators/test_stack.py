@@ -7,7 +7,7 @@ import resource
 from pathlib import Path
 
 import pytest
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from lowtide.memory.allocators.out_of_memory import STACK_DEPTH, reserve_stack
 from tests.support.ranks.processes import run_ranks
@@ -18,7 +18,7 @@ def run_full(rank: int, reserved: bool) -> None:
     for _ in range(STACK_DEPTH // 2):
         nested = (nested,)
     size = int(re.findall(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[0]) << 10
-    resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 23),) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 23), size + (1 << 23)))
     if reserved:
         reserve_stack()
     held = []
@@ -37,5 +37,5 @@ def test_a_reserved_stack_is_there_when_nothing_else_is():
 
 
 def test_without_it_the_system_ends_the_process():
-    with pytest.raises(mp.ProcessExitedException, match="SIGSEGV"):
+    with pytest.raises(ProcessExitedException, match="SIGSEGV"):
         run_ranks(run_full, False, ranks=1)

@@ -317,7 +317,7 @@ def check_head_taught(reference: ReferenceModel) -> None:
     """
     if not isinstance(reference, ArrivedPolicy):
         return
-    head = causal_model(reference.model).get_output_embeddings()
+    head: Any = causal_model(reference.model).get_output_embeddings()
     own = {id(p) for p in head.parameters()}
     for name, p in reference.weights.items():
         if id(p) in own:

@@ -114,9 +114,8 @@ class ComparedRows(TorchRows):
         chosen, place = log_q.topk(min(support.tokens, log_q.shape[-1]), dim=-1)
         with torch.enable_grad():
             ours = chosen.requires_grad_()
-            divergences = divergence(
-                *(_adding_up(each, support) for each in (ours, log_p.gather(-1, place))), self.beta
-            )
+            theirs = _adding_up(log_p.gather(-1, place), support)
+            divergences = divergence(_adding_up(ours, support), theirs, self.beta)
             (slope,) = torch.autograd.grad(divergences.sum(), ours)
         torch.mul(q, -slope.sum(-1, keepdim=True), out=log_p)
         log_p.scatter_add_(-1, place, slope)

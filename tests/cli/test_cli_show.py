@@ -156,8 +156,13 @@ def test_each_turn_of_a_completion_goes_on_from_what_it_is_given_of_the_prompt(r
     limited = run_pairs(row, "--max_length", 9)
     assert limited[4:6] == ["scored: 'd e then c'", "dropped: '<end>'"]
     assert limited[8] == "dropped: 'c <end> user f <end> assistant i then g h <end>'"
-    whole = run_pairs(row, "--max_prompt_length", 4)
-    assert [line for line in whole if "segment 1" in line] == []
+    cut = run_pairs(row, "--max_prompt_length", 4)
+    assert cut[:3] == [
+        "row 0, prompt: 5 tokens: 4 context 1 dropped",
+        "dropped: 'user'",
+        "context: 'a b <end> assistant'",
+    ]
+    assert [line for line in cut if "segment" in line] == [line for line in lines if "segment" in line]
 
 
 def test_single_completions_are_shown_with_their_label(run_pairs, caplog):

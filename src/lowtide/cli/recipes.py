@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from lowtide.cli.endings import UsageError
+from lowtide.cli.new_file import write_new
 from lowtide.compat.argparse import Subparsers
 from lowtide.escaping import shown
 from lowtide.spelling import nearest
@@ -62,10 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
     output = Path(f"{name}.yaml") if arguments.output is None else arguments.output
     text, command = known[name].read_text(encoding="utf-8"), about(known[name])[1]
     renamed = command.replace(f"{name}.yaml", str(output))
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(text.replace(command, renamed))
-    except FileExistsError:
-        raise UsageError(f"{output} is there already: give another --output, or remove it") from None
+    write_new(output, text.replace(command, renamed))
     print(shown(f"Written: {output}. Name your model and data in it, then: {renamed}"))
     return 0

@@ -16,6 +16,7 @@ import yaml
 from lowtide.cli.converting.axolotl import axolotl
 from lowtide.cli.converting.llama_factory import llama_factory
 from lowtide.cli.endings import UsageError
+from lowtide.cli.new_file import write_new
 from lowtide.cli.training.launch import OF_LAUNCHER
 from lowtide.compat.argparse import Subparsers
 from lowtide.escaping import shown
@@ -143,11 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     output = Path("run.yaml") if arguments.output is None else arguments.output
     found = converted(arguments.file)
-    try:
-        with output.open("x", encoding="utf-8") as file:
-            file.write(found.text(arguments.file, output))
-    except FileExistsError:
-        raise UsageError(f"{output} is there already: give another --output, or remove it") from None
+    write_new(output, found.text(arguments.file, output))
     print(shown(f"Written: {output}, a run of `lowtide {found.method}`, from a file of {found.trainer}."))
     for name, why in found.lacks.items():
         print(shown(f"  not in it: {name}: {why}"))

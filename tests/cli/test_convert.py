@@ -80,6 +80,9 @@ def test_what_axolotl_trains_where_nothing_is_said(tmp_path):
         ({"rl": "orpo", "orpo_alpha": 0.1}, "orpo", {"beta": 0.1}),
         ({"rl": "grpo", "trl": {"num_generations": 4, "beta": 0.01}}, "grpo", {"num_generations": 4, "beta": 0.01}),
         ({"reward_model": True}, "reward", {}),
+        ({"chat_template": "phi_3"}, "sft", {"chat_template_path": "phi3"}),
+        ({"chat_template": "qwen_25"}, "sft", {"chat_template_path": None}),
+        ({"chat_template": "jinja", "chat_template_jinja": "a.jinja"}, "sft", {"chat_template_path": "a.jinja"}),
         ({"train_on_inputs": True}, "sft", {"assistant_only_loss": None}),
         ({"context_parallel_size": 2}, "sft", {"parallelism_config": {"sp_size": 2}}),
         ({"dp_shard_size": 4}, "sft", {"parallelism_config": {"dp_shard_size": 4}}),
@@ -121,7 +124,7 @@ def test_a_file_of_llama_factory_finds_its_datasets(tmp_path):
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
     method, values, lacks = of(LLAMA_FACTORY, tmp_path)
     assert method == "dpo"
-    assert not lacks
+    assert lacks == "template (llama3)"
     assert values == {
         "model": "org/model", "dataset": str(tmp_path / "data" / "pairs.json"), "dataset_split": "train[:1000]",
         "columns": {"prompt": "question", "chosen": "better", "rejected": "worse"}, "output_dir": "saves",

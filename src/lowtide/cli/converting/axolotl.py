@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lowtide.cli.converting.rows import named_rows
 from lowtide.planner.answers.translated import Translated
 
 RL = {"ipo": "dpo", "simpo": "cpo"}
@@ -53,6 +54,8 @@ NEEDLESS = (
     *("shuffle_merged_datasets", "fix_untrained_tokens", "plugins", "special_tokens_added", "lora_model_dir"),
 )
 """Without a word here, and without need of one where they are not the cause of other numbers."""
+TEMPLATES = {name: name for name in ("chatml", "gemma", "llama3")} | {"phi_3": "phi3"}
+"""Chat templates by their names there, and here."""
 PROMPTED = ("alpaca", "context_qa", "explainchoice", "gpteacher", "oasst", "reflection", "summarizetldr")
 """Kinds of rows that are a prompt and a completion; the others are conversations."""
 
@@ -104,11 +107,7 @@ def _rows(given: Translated, method: str) -> None:
     if method == "sft" and not given.take("train_on_inputs", False) and not given.written.get("completion_only_loss"):
         given.written["assistant_only_loss"] = True
     given.written.pop("completion_only_loss", None)  # is the default of a prompt with a completion
-    if len(found) == 1 and found[0].keys() <= {"path", "name", "split", "columns"}:
-        names = {"path": "dataset", "name": "dataset_config", "split": "dataset_split", "columns": "columns"}
-        given.written |= {there: found[0][here] for here, there in names.items() if here in found[0]}
-    elif found:
-        given.written["datasets"] = found
+    given.written |= named_rows(found)
     tests = given.take("test_datasets", [])
     if tests:
         given.written["eval_dataset"] = tests[0].get("path")
@@ -185,8 +184,12 @@ def _tokens(given: Translated) -> None:
     given.written |= {name: tokens.pop(name) for name in ("pad_token", "eos_token") if name in tokens}
     if tokens:
         given.lacks[f"special_tokens {tokens}"] = "put them into the tokenizer"
-    given.take("chat_template") if given.left.get("chat_template") in ("tokenizer_default", "jinja") else None
-    given.rename({"chat_template": "chat_template_path", "chat_template_jinja": "chat_template_path"})
+    given.rename({"chat_template_jinja": "chat_template_path"})
+    name = given.take("chat_template", "jinja")
+    if name in TEMPLATES:
+        given.written["chat_template_path"] = TEMPLATES[name]
+    elif name not in ("tokenizer_default", "jinja"):
+        given.lacks[f"chat_template ({name})"] = "the tokenizer's own writes the rows, or chat_template_path"
 
 
 def _devices(given: Translated) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lowtide.cli.converting.rows import named_rows
 from lowtide.parsing import read_object
 from lowtide.planner.answers.translated import Translated
 
@@ -39,7 +40,7 @@ RENAMED = {
     "warmup_ratio": "warmup_steps",  # a share, below 1
 }
 NEEDLESS = (
-    *("do_train", "do_eval", "do_predict", "overwrite_output_dir", "overwrite_cache", "plot_loss", "template"),
+    *("do_train", "do_eval", "do_predict", "overwrite_output_dir", "overwrite_cache", "plot_loss"),
     *("enable_liger_kernel", "quantization_method", "disable_shuffling", "use_fast_tokenizer", "reward_model_type"),
     *("predict_with_generate", "use_unsloth", "shift_attn", "upcast_layernorm", "finetuning_type", "cache_dir"),
     *("tokenized_path", "ddp_timeout", "include_num_input_tokens_seen", "flash_attn", "group_by_length"),
@@ -62,6 +63,8 @@ def llama_factory(given: Translated, folder: Path) -> str:
     if method == "dpo" and (share := given.take("pref_ftx")):
         given.written |= {"loss_type": [loss or "sigmoid", "sft"], "loss_weights": [1.0, share]}
     _rows(given, folder)
+    if name := given.take("template"):
+        given.lacks[f"template ({name})"] = "the tokenizer's own chat template writes the rows, or chat_template_path"
     if method == "sft":
         given.written["assistant_only_loss"] = not given.take("train_on_prompt", False)
     _weights(given)
@@ -94,11 +97,7 @@ def _rows(given: Translated, folder: Path) -> None:
         found.append(_entry(name, entry, where if (Path() / where).is_dir() else folder / where, most))
     for one, share in zip(found, _names(shares or ""), strict=False):
         one["fraction"] = float(share)
-    if len(found) == 1:
-        names = {"path": "dataset", "name": "dataset_config", "split": "dataset_split", "columns": "columns"}
-        given.written |= {there: found[0][here] for here, there in names.items() if here in found[0]}
-    elif found:
-        given.written["datasets"] = found
+    given.written |= named_rows(found)
     others = _names(given.take("eval_dataset", ""))
     if others:
         given.written["eval_dataset"] = _entry(others[0], known.get(others[0]), where, None)["path"]

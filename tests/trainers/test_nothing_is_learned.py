@@ -172,3 +172,12 @@ CONFIGS = [name for name in lowtide.__all__ if hasattr(getattr(lowtide, name), "
 def test_what_is_on_by_default_is_not_unwise(name, tmp_path):
     args = getattr(lowtide, name)(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     assert unwise(args, torch.nn.Linear(1, 1)) == []
+
+
+@pytest.mark.parametrize(("coefficient", "same"), [(0, "forward_kl"), (1, "reverse_kl"), (0.5, None)])
+def test_an_alpha_at_its_ends_is_another_divergence(coefficient, same):
+    given = {"use_cpu": True, "f_alpha_divergence_coef": coefficient}
+    made = lowtide.DPOConfig("run", f_divergence_type="alpha_divergence", **given)
+    said = [f"f_alpha_divergence_coef={float(coefficient)} makes the divergence that of f_divergence_type={same!r}"]
+    assert made.advice == (said if same else [])
+    assert lowtide.DPOConfig("run", **given).advice == []

@@ -49,8 +49,11 @@ class DPOOptions(CompletionOptions, ReferenceOptions, VisionOptions):
 
     @property
     def advice(self) -> list[str]:
-        """What is unwise in these options."""
-        return flipped_labels(self)
+        """What is unwise in these options, or has another name."""
+        alpha = self.f_alpha_divergence_coef if self.f_divergence_type == "alpha_divergence" else None
+        same = None if alpha is None else {0.0: "forward_kl", 1.0: "reverse_kl"}.get(alpha)
+        said = f"f_alpha_divergence_coef={alpha} makes the divergence that of f_divergence_type={same!r}"
+        return [*flipped_labels(self), *([said] if same else [])]
 
     def without_gradient(self) -> list[set[str]]:
         """As `TrainingConfig.without_gradient`: a term for each loss, of which `sft` does not read `beta`."""

@@ -40,7 +40,6 @@ def test_what_there_is_none_of_is_refused(options, message, tmp_path):
         {"eval_steps": 0},
         {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
         {"save_strategy": "best", "eval_strategy": "epoch", "metric_for_best_model": "loss"},
-        {"dataset_num_proc": 0},
     ],
 )
 def test_what_is_not_used_is_taken(options, tmp_path, caplog):
@@ -54,6 +53,11 @@ def test_evaluating_every_0_steps_is_said(tmp_path, caplog):
     made = SFTConfig(str(tmp_path), **BASE, eval_strategy="steps", eval_steps=0, logging_steps=7)
     assert made.eval_steps == 7
     assert "eval_steps=0 is taken for None: every logging_steps=7 steps" in caplog.text
+
+
+def test_no_process_is_this_one_and_that_is_said(tmp_path, caplog):
+    SFTConfig(str(tmp_path), **BASE, dataset_num_proc=0)
+    assert "dataset_num_proc=0 is taken for None: the dataset is prepared in this process" in caplog.text
 
 
 def test_more_processes_than_cores_are_capped_aloud(tmp_path, caplog):

@@ -306,6 +306,8 @@ class TrainingConfig(MemoryOptions, TrainingArguments, metaclass=TakesWhatIsOff)
         if asked is not None and asked > cores:
             logger.warning(f"dataset_num_proc={asked} is set to {cores}, the cores that this process may run on")
             vars(self).update(dataset_num_proc=cores)
+        elif asked == 0:
+            logger.warning("dataset_num_proc=0 is taken for None: the dataset is prepared in this process")
 
     def _check_refused(self) -> None:
         """Refuses what would train something else; what is empty asks for nothing."""

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.marks import slow_but
+
 NEEDED = "import sys; from lowtide.process.deferred_imports import defer_imports; defer_imports()\n"
 
 
@@ -17,16 +19,15 @@ def said(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import bitsandbytes as bnb; print(bnb.nn.Linear4bit.__name__)",
-        "from bitsandbytes.nn import Linear4bit; print(Linear4bit.__name__)",
-        "import bitsandbytes.nn.modules as parts; print(parts.Linear4bit.__name__)",
-        "import bitsandbytes\nfrom bitsandbytes import nn\nassert bitsandbytes.nn is nn\nprint(nn.Linear4bit.__name__)",
-    ],
-)
+WAYS = [
+    "import bitsandbytes\nfrom bitsandbytes import nn\nassert bitsandbytes.nn is nn\nprint(nn.Linear4bit.__name__)",
+    "import bitsandbytes.nn.modules as parts; print(parts.Linear4bit.__name__)",
+    "import bitsandbytes as bnb; print(bnb.nn.Linear4bit.__name__)",
+    "from bitsandbytes.nn import Linear4bit; print(Linear4bit.__name__)",
+]
+
+
+@pytest.mark.parametrize("code", slow_but((), WAYS, swept=WAYS[2:]))
 def test_a_package_is_whole_once_it_is_used(code):
     pytest.importorskip("bitsandbytes")
     assert said(code) == "Linear4bit"

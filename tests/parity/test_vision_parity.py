@@ -195,7 +195,7 @@ ONLINE = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(["GRPO"], ONLINE))
+@pytest.mark.parametrize("case", slow_but(["GRPO"], ONLINE, swept=["GRPO, reference"]))
 @pytest.mark.parametrize("family", slow_but([QUICK], FAMILIES))
 def test_what_is_written_after_images_is_learned_from_as_by_trl(
     family: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

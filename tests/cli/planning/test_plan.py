@@ -300,6 +300,7 @@ def test_trl_runs_the_file_that_is_written_for_it(plan, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_quantized_weights_are_streamed_to_a_gpu_where_nothing_else_fits(capsys):
     """A 70B takes 8 GB of embedding and head in float32, and 36 of layers in 4 bits."""
     words = ["plan", "sft", "--model", "meta-llama/Llama-3.1-70B", "--lengths", "1024x1", "--device", "4090"]

@@ -16,6 +16,7 @@ from lowtide.planner.answers.ways import LORA, QLORA, Stage, Way, run_of, ways_o
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import DEVICES, GIB
 from lowtide.planner.estimate import estimate_run
+from tests.support.marks import slow_but
 
 DESCRIBED = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -64,8 +65,7 @@ def test_the_rows_that_are_asked_for_take_what_an_estimate_says(one_way):
     assert found.smallest().device == DEVICE.name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cuda", "older"])
+@pytest.mark.parametrize("kind", slow_but((), ["cuda", "older"], swept=["older"]))
 def test_every_setting_takes_what_an_estimate_of_it_says(kind):
     """Of all ways, with batches that fit whole and with those that are cut; but for what an allocator rounds, and the
     gradients of another micro-batch, which a whole batch has not."""

@@ -14,7 +14,6 @@ from lowtide.memory.allocators.out_of_memory import (
     first_line,
     free_caches,
     is_out_of_memory,
-    reserve_stack,
 )
 from lowtide.ranks.failures import RankFailed, stopping_together
 from lowtide.step.rank_sync import OutOfMemory
@@ -72,6 +71,5 @@ def edge(doing: str) -> Iterator[None]:
         OutOfMemory: memory ran out.
         RankFailed: another rank stopped.
     """
-    reserve_stack()
     with stopping_together(doing, RESUME if doing in RESUMED else START_AGAIN), out_of_memory_while(doing):
         yield

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
-import sys
 import traceback
 
 import torch
@@ -19,19 +17,6 @@ SIGNS = (
 its own; torch also of a tensor of more bytes than it can count."""
 OF_RUST = "PanicException"
 """The name of what tokenizers raise where they cannot go on, which is no `Exception`, and which no module has."""
-
-STACK_DEPTH = 20_000
-"""Tuples in one another that are hashed: some 60 bytes of the stack each, 1.1 MiB together."""
-
-
-def reserve_stack() -> None:
-    """Has a stack of a MiB where the process's addresses are limited (`ulimit -v`): the system grows that of the main
-    thread as it is needed, and ends a process with SIGSEGV, without an error, where it may not."""
-    if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        nested: tuple = ()
-        for _ in range(STACK_DEPTH):
-            nested = (nested,)
-        hash(nested)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -9,12 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from lowtide.memory.allocators.out_of_memory import (
-    drop_frames,
-    first_line,
-    free_caches,
-    is_out_of_memory,
-)
+from lowtide.memory.allocators.out_of_memory import drop_frames, first_line, free_caches, is_out_of_memory
 from lowtide.ranks.failures import RankFailed, stopping_together
 from lowtide.step.rank_sync import OutOfMemory
 

@@ -6,8 +6,6 @@ models' logits whole; lowtide none.
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +15,7 @@ from datasets import Dataset
 from tests.support.references.parity_world import (
     COMMON,
     FIRST_STEPS,
+    Writer,
     assert_likelihoods_agree,
     build_model,
     lora,
@@ -65,32 +64,6 @@ CASES = {
     ),
     "adapters": Case({"learning_rate": 1e-2, "distillation_alpha": 0.0}, lora=True),
 }
-
-
-class Writer:
-    """Completions of random tokens, some of which end; the same again from a new writer."""
-
-    def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
-
-    def completions(self, prompts: list[list[int]]) -> list[list[int]]:
-        found = []
-        for ids in prompts:
-            self.asked[str(ids)] += 1
-            rng = random.Random(f"{ids} {self.asked[str(ids)]}")
-            written = [rng.randrange(3, 300) for _ in range(rng.randint(2, 24))]
-            found.append([*written, *[tokenizer().eos_token_id] * (rng.random() < 0.6)][:24])
-        return found
-
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """As a `rollout_func`."""
-        encoded: Any = [
-            tokenizer()(each)["input_ids"]
-            if isinstance(each, str)
-            else tokenizer().apply_chat_template(each, add_generation_prompt=True, return_dict=False)
-            for each in prompts
-        ]
-        return {"prompt_ids": encoded, "completion_ids": self.completions(encoded), "logprobs": None}
 
 
 def rows(count: int, chat: bool) -> Dataset:

@@ -6,6 +6,7 @@ or a position off by one, would show in the loss at once.
 """
 
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
@@ -238,3 +239,29 @@ def without_ties(found: dict[str, torch.Tensor], margins: torch.Tensor) -> dict[
     """The metrics, with no accuracy of rewards in steps where they differ by rounding alone, as before an update."""
     apart = margins.abs() > 1e-4
     return found | {"rewards/accuracies": found["rewards/accuracies"] * apart}
+
+
+class Writer:
+    """Completions of random tokens, some of which end; the same again from a new writer."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    def completions(self, prompts: list[list[int]]) -> list[list[int]]:
+        found = []
+        for ids in prompts:
+            self.asked[str(ids)] += 1
+            rng = random.Random(f"{ids} {self.asked[str(ids)]}")
+            written = [rng.randrange(3, 300) for _ in range(rng.randint(2, 24))]
+            found.append([*written, *[tokenizer().eos_token_id] * (rng.random() < 0.6)][:24])
+        return found
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """As a `rollout_func`."""
+        encoded: Any = [
+            tokenizer()(each)["input_ids"]
+            if isinstance(each, str)
+            else tokenizer().apply_chat_template(each, add_generation_prompt=True, return_dict=False)
+            for each in prompts
+        ]
+        return {"prompt_ids": encoded, "completion_ids": self.completions(encoded), "logprobs": None}

@@ -11,7 +11,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     GPT2Config,
     LlamaConfig,
-    MambaConfig,
+    MiniMaxConfig,
     PreTrainedModel,
 )
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
@@ -58,7 +58,7 @@ def test_a_recurrence_that_forgets_its_state_between_chunks_is_found_out(monkeyp
 
 
 def test_a_recurrent_model_whose_scan_is_not_known_runs_padded():
-    model = build(MambaConfig(**SIZES, state_size=4))
+    model = build(MiniMaxConfig(**SIZES, num_local_experts=4, block_size=8))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     assert not probe(model).isolated

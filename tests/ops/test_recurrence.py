@@ -10,22 +10,10 @@ from lowtide.ops import recurrence
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.recurrence import RecurrenceLayout, linear_recurrence
 from lowtide.ragged import RaggedBatch
+from tests.support.references.recurrences import LENGTHS, PREFIXES, gradients, plan_of
 
 KEY_HEADS, HEADS, KEYS, VALUES = 2, 4, 3, 5
 KINDS = ("delta", "plain", "channels")
-LENGTHS = [5, 1, 8, 3, 12, 4, 2, 1]
-PREFIXES: dict[str, list[int | tuple[int, int]]] = {
-    "apart": [-1] * len(LENGTHS),
-    "shared": [-1, -1, -1, 2, 2, 2, -1, -1],
-    "cut": [-1, -1, -1, 2, (2, 3), (2, 4), -1, (2, 1)],
-}
-"""Cuts lie in the middle of a chunk of 4, at its end, and at the segment's end."""
-
-
-def plan_of(prefix: list[int | tuple[int, int]]) -> AttentionPlan:
-    tokens = [list(range(5, 5 + length)) for length in LENGTHS]
-    rows = [0, 1, 2, 2, 2, 2, 2, 2]
-    return AttentionPlan.build(RaggedBatch.from_segments(tokens, prefix=prefix, row=rows))
 
 
 def inputs(kind: str) -> list[Tensor | None]:
@@ -64,13 +52,6 @@ def by_loop(plan: AttentionPlan, query, key, value, log_decay, beta, initial) ->
             states[number, token - part.start + 1] = state
     finals = torch.stack([states[number, part.length] for number, part in enumerate(plan.segments)])
     return torch.stack(outs), finals
-
-
-def gradients(out: Tensor, finals: Tensor, given: list[Tensor | None]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in (out, finals)]
-    loss = (out * weights[0]).sum() + (finals * weights[1]).sum()
-    return list(torch.autograd.grad(loss, [each for each in given if each is not None]))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 64])

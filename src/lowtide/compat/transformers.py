@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import dis
 import functools
 import inspect
 import sys
@@ -524,6 +525,19 @@ def rebound_forward(
         None where the forward calls none of them.
     """
     return _rebound(inspect.unwrap(kind.forward), functions)
+
+
+@functools.cache
+def drops_keywords(kind: type[nn.Module]) -> bool:
+    """Whether a class's forward takes an attention mask and any keyword arguments, and reads none of the latter: what
+    its own parts should be told has to come to them as the mask (Mamba, Falcon-Mamba, Jamba; 5.18 to 5.23)."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS or "attention_mask" not in code.co_varnames:
+        return False
+    named = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    keywords = code.co_varnames[named]
+    read = (each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
+    return not any(keywords in (each if isinstance(each, tuple) else (each,)) for each in read)
 
 
 def _rebound(own: Any, functions: tuple[tuple[str, Callable[..., Any]], ...]) -> Callable[..., Any] | None:

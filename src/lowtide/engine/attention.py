@@ -207,7 +207,7 @@ def _chunk(module: nn.Module) -> int | None:
     """Llama 4 says in its mask alone that a layer attends within stretches of the sequence."""
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
-    if not kinds or kinds[getattr(module, "layer_idx", 0)] != "chunked_attention":
+    if not kinds or kinds[getattr(module, "layer_idx", 0) or 0] != "chunked_attention":
         return None
     return getattr(config, "attention_chunk_size", None)
 

@@ -15,32 +15,24 @@ from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.piece_keys import PieceKeys
-from lowtide.ops.recurrence import RecurrenceLayout, linear_recurrence
+from lowtide.ops.recurrence import Recurrence, RecurrenceLayout
 
 
-def chained_recurrence(
-    layer: Hashable,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    plan: AttentionPlan,
-    chunk: int,
-) -> Tensor:
-    """`ops.recurrence.linear_recurrence` over the segments of a plan, which may be those of a piece.
+def chained_recurrence(layer: Hashable, recurrence: Recurrence, plan: AttentionPlan, chunk: int) -> Tensor:
+    """A recurrence over the segments of a plan, which may be those of a piece.
 
     Args:
-        layer: tells the layers of a model apart.
+        layer: tells the recurrences of a model apart.
         chunk: tokens of a chunk.
     """
     piece, initial = plan.piece, None
     layout = RecurrenceLayout.of(plan, chunk)
     if piece is None:
-        return linear_recurrence(query, key, value, log_decay, beta, layout)[0]
+        return recurrence.over(layout)[0]
     if piece.before is not None:
-        initial = _Before.apply(value, layer, piece.before).expand(len(plan.segments), -1, -1, -1)
-    out, states = linear_recurrence(query, key, value, log_decay, beta, layout, initial, final=piece.keeps)
+        state = _Before.apply(recurrence.like, layer, piece.before)
+        initial = state.expand(len(plan.segments), *[-1] * (state.ndim - 1))
+    out, states = recurrence.over(layout, initial, final=piece.keeps)
     if states is None:
         return out
     if piece.records:
@@ -49,7 +41,7 @@ def chained_recurrence(
 
 
 class _Before(torch.autograd.Function):
-    """The states that a piece kept, [1, heads, keys, values]; their gradient is left there."""
+    """The states that a piece kept, [1, ...]; their gradient is left there."""
 
     @staticmethod
     def forward(ctx: Any, follower: Tensor, layer: Hashable, piece: PieceKeys) -> Tensor:

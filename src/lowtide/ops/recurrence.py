@@ -20,9 +20,9 @@ Everything is computed at least in float32, outside of autocast: a state is a su
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -106,6 +106,41 @@ class RecurrenceLayout:
         gather = places.gather(plan, plan.tokens)
         return cls(chunk, gather, real, tuple(levels), _sent(inverse, plan.device))
 
+    @property
+    def counts(self) -> list[int]:
+        """Chunks of each step of the scan, in the order of the steps: together all chunks."""
+        return [stop - start for level in self.levels for start, stop in level.steps]
+
+    def lay(self, x: Tensor, *, masked: bool = False) -> Tensor:
+        """[tokens, ...] to [chunks, chunk, ...]; what repeats a token is zero if masked."""
+        x = gathered(x, self.gather)
+        if masked and self.real is not None:
+            x = x * self.real.to(x.dtype).view(-1, *[1] * (x.ndim - 1))
+        return x.unflatten(0, (-1, self.chunk))
+
+
+class Recurrence(Protocol):
+    """A recurrence of given tokens, which a plan computes from the states that it holds."""
+
+    @property
+    def like(self) -> Tensor:
+        """One of what is given, which has a gradient where the state has one."""
+        ...
+
+    def over(
+        self, layout: RecurrenceLayout, initial: Tensor | None = None, *, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """What each token reads off its state, and the states after the segments if `final`.
+
+        Args:
+            initial: [segments, ...], the states that segments without a prefix start from; zero if None.
+        """
+        ...
+
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The same of one token of each row, [rows, ...], from the states of the rows, and the states after it."""
+        ...
+
 
 def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
     return sent(torch.tensor(numbers, dtype=torch.long), device)
@@ -177,11 +212,8 @@ def linear_recurrence(
     dtype = torch.promote_types(value.dtype, torch.float32)
 
     def lay(x: Tensor, *, masked: bool = False) -> Tensor:
-        """[tokens, heads, width] to [chunks, heads, chunk, width]; what repeats a token is zero if masked."""
-        x = gathered(x.to(dtype), layout.gather)
-        if masked and layout.real is not None:
-            x = x * layout.real.to(dtype)[..., None]
-        return x.view(-1, layout.chunk, *x.shape[1:]).transpose(1, 2)
+        """[tokens, heads, width] to [chunks, heads, chunk, width]."""
+        return layout.lay(x.to(dtype), masked=masked).transpose(1, 2)
 
     with torch.autocast(value.device.type, enabled=False):
         # A key of zero writes nothing, and a decay of one forgets nothing: no more has to be masked.
@@ -191,10 +223,35 @@ def linear_recurrence(
             factors = _by_channel(q, k, lay(log_decay, masked=True), rate)
         else:
             factors = _by_head(q, k, lay(log_decay[..., None], masked=True)[..., 0], rate)
+        chunks = _of_steps(factors, v, rate, layout)
         start = None if initial is None else initial.to(dtype)
-        outs, finals = _scan(factors, v, rate, layout, start, final)
+        outs, finals = scan(lambda number, state: _step(*chunks[number], state), layout, start, final)
         out = torch.cat(outs).transpose(1, 2).contiguous().flatten(0, 1)
     return scattered(out, layout.gather), finals
+
+
+@dataclass(frozen=True)
+class LinearRecurrence:
+    """`linear_recurrence` of given tokens, [tokens, heads, ...] each; see there."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    log_decay: Tensor
+    beta: Tensor | None
+
+    @property
+    def like(self) -> Tensor:
+        return self.value
+
+    def over(
+        self, layout: RecurrenceLayout, initial: Tensor | None = None, *, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        given = (self.query, self.key, self.value, self.log_decay, self.beta)
+        return linear_recurrence(*given, layout, initial, final=final)
+
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        return recurrence_step(self.query, self.key, self.value, self.log_decay, self.beta, state)
 
 
 def recurrence_step(
@@ -256,14 +313,40 @@ def _by_channel(query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | No
     )
 
 
-def _scan(
-    factors: _Factors, value: Tensor, rate: Tensor | None, layout: RecurrenceLayout, initial: Tensor | None, final: bool
-) -> tuple[list[Tensor], Tensor | None]:
-    """What the tokens of each step read, and the states after the segments."""
+def _of_steps(
+    factors: _Factors, value: Tensor, rate: Tensor | None, layout: RecurrenceLayout
+) -> list[tuple[_Factors, Tensor, Tensor | None, Tensor | None]]:
+    """The factors, values, rates and inverses of `I + overlap` of the chunks of each step."""
     inverse = None
     if factors.overlap is not None:
         eye = torch.eye(layout.chunk, dtype=value.dtype, device=value.device).expand_as(factors.overlap)
         inverse = torch.linalg.solve_triangular(factors.overlap, eye, upper=False, unitriangular=True)
+    counts = layout.counts
+
+    def split(x: Tensor | float | None) -> Sequence[Any]:
+        # Slices would each have a gradient of all chunks in backward.
+        return x.split(counts) if isinstance(x, Tensor) else [x] * len(counts)
+
+    each = zip(*(split(x) for x in factors._replace(overlap=None)), strict=True)
+    return list(zip((_Factors(*of_step) for of_step in each), split(value), split(rate), split(inverse), strict=True))
+
+
+def scan(
+    step: Callable[[int, Tensor | None], tuple[Tensor, Tensor]],
+    layout: RecurrenceLayout,
+    initial: Tensor | None,
+    final: bool,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Goes through the steps of a layout, from states to states.
+
+    Args:
+        step: what the tokens of the chunks of a step read, and the states after these chunks, by the number of the step
+            and the states before them; without any they are zero.
+        initial: [segments, ...], what segments without a prefix start from; zero if None.
+
+    Returns:
+        What the tokens of each step read, and the states after the segments, [segments, ...], if `final`.
+    """
     outs: list[Tensor] = []
     kept: list[Tensor] = []
     finals: list[Tensor] = []
@@ -274,11 +357,10 @@ def _scan(
             state = None if initial is None else initial.index_select(0, level.segments)
         ended: list[Tensor] = []
         for (start, stop), wanted in zip(level.steps, level.kept, strict=True):
-            count, chunks = stop - start, slice(start, stop)
-            if state is not None and state.shape[0] > count:
-                ended.append(state[count:])
-                state = state[:count]
-            out, state = _step(factors, value, rate, inverse, chunks, state)
+            if state is not None and state.shape[0] > stop - start:
+                ended.append(state[stop - start :])
+                state = state[: stop - start]
+            out, state = step(len(outs), state)
             outs.append(out)
             if wanted is not None:
                 kept.append(state.index_select(0, wanted))
@@ -289,22 +371,18 @@ def _scan(
 
 
 def _step(
-    factors: _Factors, value: Tensor, rate: Tensor | None, inverse: Tensor | None, chunks: slice, state: Tensor | None
+    factors: _Factors, value: Tensor, rate: Tensor | None, inverse: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """What the tokens of some chunks read, and the states after these; without a state before them it is zero."""
-
-    def of(factor: Tensor | float) -> Tensor | float:
-        return factor[chunks] if isinstance(factor, Tensor) else factor
-
-    new = value[chunks]
+    new = value
     if rate is not None and inverse is not None:
-        there = 0.0 if state is None else of(factors.fade) * _read(factors.key[chunks], state)
-        new = inverse[chunks] @ (rate[chunks] * (new - there))
-    out = factors.within[chunks] @ new
+        there = 0.0 if state is None else factors.fade * _read(factors.key, state)
+        new = inverse @ (rate * (new - there))
+    out = factors.within @ new
     if state is not None:
-        out = out + of(factors.fade) * _read(factors.query[chunks], state)
-    added = _written(factors.written[chunks], new * of(factors.late))
-    return out, added if state is None else state * factors.whole[chunks] + added
+        out = out + factors.fade * _read(factors.query, state)
+    added = _written(factors.written, new * factors.late)
+    return out, added if state is None else state * factors.whole + added
 
 
 def _read(x: Tensor, state: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from lowtide.ragged import RaggedBatch
 from tests.support.models.architectures import build
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12, 13]]
-NAMES = ("lfm2", "bamba", "qwen3_5")
+NAMES = ("lfm2", "bamba", "mamba", "qwen3_5")
 
 
 def globals_of(model: Any) -> Mapping[str, Any]:

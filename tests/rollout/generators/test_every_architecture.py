@@ -65,7 +65,7 @@ def test_a_reply_is_computed_after_what_is_held(name: str):
     assert (written_logprobs(got)[~wrote] == 0).all()
 
 
-@pytest.mark.parametrize("name", slow_but(["bloom", "mamba"], PADDED))
+@pytest.mark.parametrize("name", slow_but(["bloom"], PADDED))
 def test_what_cannot_be_served_is_told(name: str):
     model = writer(name, dtype=torch.float32)
 

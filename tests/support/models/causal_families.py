@@ -121,11 +121,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{"shape_embed_dim": 8, "shape_vocab_size": VOCAB},
     },
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {
-        **{"num_hidden_layers": 3, "layers_block_type": ["hybrid", "mamba", "hybrid"]},
-        **{"n_mamba_heads": 2, "mamba_d_state": 8, "use_mamba_kernels": False},
-        **{"num_key_value_heads": 4, "attention_hidden_size": 64, "attention_head_dim": 16},
-    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 8},
 }
 """What differs from `SIZES` in a family."""

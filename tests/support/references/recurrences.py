@@ -1,16 +1,42 @@
 """The recurrences of transformers' layers by their definition, token by token, in the precision of their inputs.
 
-transformers' own compute in float32 whatever they are given, so that of a model in float64 they are no reference.
+transformers' own compute in float32 whatever they are given, so that of a model in float64 they are no reference. And
+the segments over which the tests of `ops` compute recurrences.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ragged import RaggedBatch
+
+LENGTHS = [5, 1, 8, 3, 12, 4, 2, 1]
+PREFIXES: dict[str, list[int | tuple[int, int]]] = {
+    "apart": [-1] * len(LENGTHS),
+    "shared": [-1, -1, -1, 2, 2, 2, -1, -1],
+    "cut": [-1, -1, -1, 2, (2, 3), (2, 4), -1, (2, 1)],
+}
+"""Cuts lie in the middle of a chunk of 4, at its end, and at the segment's end."""
+
+
+def plan_of(prefix: list[int | tuple[int, int]]) -> AttentionPlan:
+    tokens = [list(range(5, 5 + length)) for length in LENGTHS]
+    rows = [0, 1, 2, 2, 2, 2, 2, 2]
+    return AttentionPlan.build(RaggedBatch.from_segments(tokens, prefix=prefix, row=rows))
+
+
+def gradients(out: Tensor, finals: Tensor, given: Sequence[Tensor | None]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(each.shape, generator=generator, dtype=torch.float64) for each in (out, finals)]
+    loss = (out * weights[0]).sum() + (finals * weights[1]).sum()
+    return list(torch.autograd.grad(loss, [each for each in given if each is not None]))
 
 
 def delta_rule(
@@ -47,6 +73,26 @@ def chunk_scan(
     return torch.stack(outs, 1)
 
 
+def selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    **_: Any,
+) -> Tensor:
+    """`mamba_selective_scan`: [batch, channels, tokens]."""
+    x, dt = hidden_states, nn.functional.softplus(dt + delta_bias[:, None])
+    state, outs = x.new_zeros(*x.shape[:2], A.shape[1]), []
+    for t in range(x.shape[2]):
+        state = state * (dt[..., t, None] * A).exp() + (dt * x)[..., t, None] * B[:, None, :, t]
+        outs.append(torch.einsum("bcn,bn->bc", state, C[..., t]))
+    return (torch.stack(outs, -1) + D[:, None] * x) * nn.functional.silu(z)
+
+
 def compute_by_definition(model: nn.Module, patch: pytest.MonkeyPatch) -> None:
     """Puts these in the place of those of a model's family."""
     module = sys.modules[type(model).__module__]
@@ -54,6 +100,7 @@ def compute_by_definition(model: nn.Module, patch: pytest.MonkeyPatch) -> None:
         "torch_chunk_gated_delta_rule": delta_rule,
         "chunk_kimi_delta_attention": delta_rule,
         "mamba2_chunk_scan": chunk_scan,
+        "mamba_selective_scan": selective_scan,
     }
     for name, function in functions.items():
         if hasattr(module, name):

@@ -2,18 +2,20 @@
 
 transformers' own run over the whole row of tokens, so that a segment would go on from the one before. They all have
 one form: a forward around a few functions of their file that mix tokens (`causal_conv1d_fn`, `mamba2_chunk_scan`,
-`torch_chunk_gated_delta_rule`, `chunk_kimi_delta_attention`). With a plan, that same forward is run with functions that
-know segments in their place (`ops.recurrence`, `ops.convolution`); the plan travels to them as a keyword argument. Only
-the instances of a model are changed: the family's module and classes stay as they are, and without a plan the forward
-is their class's own.
+`torch_chunk_gated_delta_rule`, `chunk_kimi_delta_attention`, `mamba_selective_scan`). With a plan, that same forward is
+run with functions that know segments in their place (`ops.recurrence`, `ops.selective_scan`, `ops.convolution`). The
+plan travels to the layer as a keyword argument, or, through modules that hand no keyword arguments on (Mamba, Jamba),
+as its attention mask; from there a context tells it to the functions. Only the instances of a model are changed: the
+family's module and classes stay as they are, and without a plan the forward is their class's own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from lowtide.compat.transformers import rebound_forward
+from lowtide.compat.transformers import drops_keywords, rebound_forward
 from lowtide.engine.encoder_decoder import PLAN
 from lowtide.engine.over_ranks.split_plan import SplitPlan
 from lowtide.ops.attention.attention_plan import AttentionPlan, Sight
@@ -29,10 +31,9 @@ from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.attention.chained_attention import joined
 from lowtide.ops.chained_recurrence import chained_recurrence
 from lowtide.ops.convolution import causal_convolution
-from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL
+from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, LinearRecurrence, Recurrence
+from lowtide.ops.selective_scan import CHUNK_OF_SCAN, SelectiveScan
 
-LAYER = "lowtide_layer"
-"""The keyword argument that tells the functions below which layer calls them."""
 HELD = ("cache_params", "past_key_values", "attention_mask")
 """What a layer's forward is not given beside a plan: states that it would go on from, and what is padding."""
 
@@ -40,10 +41,32 @@ _longest: ContextVar[int] = ContextVar("longest", default=CHUNK)
 _ran: ContextVar[set[nn.Module] | None] = ContextVar("ran", default=None)
 
 
+@dataclass
+class _Call:
+    """A layer's forward by a plan."""
+
+    plan: AttentionPlan | CachedPlan
+    layer: nn.Module
+    recurrences: int = 0
+    """How many it has computed; each head has one of its own in Zamba."""
+
+    def state(self) -> Hashable:
+        """Tells the state of the layer's next recurrence from all others of the model."""
+        self.recurrences += 1
+        return self.layer, "state", self.recurrences
+
+
+_call: ContextVar[_Call] = ContextVar("call")
+
+
 def install_mixers(model: nn.Module) -> None:
     """Gives the layers of a model that mix tokens otherwise than by attention a forward that knows segments."""
-    for module in mixers(model):
-        module.forward = types.MethodType(_forward, module)
+    prepared = set(mixers(model))
+    for module in model.modules():
+        if module in prepared:
+            module.forward = types.MethodType(_forward, module)
+        elif drops_keywords(type(module)) and not prepared.isdisjoint(module.modules()):
+            module.forward = types.MethodType(_hand_on, module)
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -72,10 +95,17 @@ def observed_mixers() -> Iterator[set[nn.Module]]:
         _ran.reset(token)
 
 
+def _hand_on(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the forward of the module's class computes; the plan, which it would drop, takes the place of the mask."""
+    if (plan := kwargs.get(PLAN)) is not None:
+        kwargs["attention_mask"] = plan
+    return type(self).forward(self, *args, **kwargs)
+
+
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """What the forward of the layer's class computes, within the segments of the plan."""
-    plan = kwargs.get(PLAN)
-    if plan is None:
+    plan = kwargs.get(PLAN, kwargs.get("attention_mask"))
+    if plan is None or isinstance(plan, Tensor):
         return type(self).forward(self, *args, **kwargs)
     if isinstance(plan, SplitPlan):
         raise ValueError("its layers carry a state that is not handed on between ranks")
@@ -83,7 +113,11 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         ran.add(self)
     function = rebound_forward(type(self), FUNCTIONS)
     assert function is not None
-    return function(self, *args, **{**kwargs, **{name: None for name in HELD if name in kwargs}, LAYER: self})
+    token = _call.set(_Call(plan, self))
+    try:
+        return function(self, *args, **{**kwargs, **{name: None for name in HELD if name in kwargs}})
+    finally:
+        _call.reset(token)
 
 
 # -- what the forwards call instead of transformers' functions; tensors have a batch dimension of 1 -------------------
@@ -94,10 +128,11 @@ def _convolution(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    **given: Any,
+    **_: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: [1, channels, tokens] to the same."""
-    plan, of_layer = given[PLAN], (given[LAYER], "taps")
+    call = _call.get()
+    plan, of_layer = call.plan, (call.layer, "taps")
     x = hidden_states[0].T.to(weight.dtype)
     if isinstance(plan, CachedPlan):
         out = plan.convolve(of_layer, x, weight)
@@ -117,13 +152,14 @@ def _delta_rule(
     g: Tensor,
     beta: Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-    **given: Any,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`: [1, tokens, heads, width] each."""
     q, k = _wide(query[0]), _wide(key[0])
     if use_qk_l2norm_in_kernel:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    out = _recurrence(given, q * q.shape[-1] ** -0.5, k, value[0], g[0], beta[0])
+    chunk = CHUNK_BY_CHANNEL if g.ndim == 4 else CHUNK
+    out = _computed(LinearRecurrence(q * q.shape[-1] ** -0.5, k, value[0], g[0], beta[0]), chunk)
     return out.to(query.dtype)[None], None
 
 
@@ -137,7 +173,7 @@ def _chunk_scan(
 ) -> Tensor:
     """`mamba2_chunk_scan`: [1, tokens, heads, width] to the same, at least in float32."""
     x, dt, skip = _wide(hidden_states[0]), _time_steps(dt[0], **given), given["D"]
-    out = _recurrence(given, C[0], B[0], x * dt[..., None], A * dt, None)
+    out = _computed(LinearRecurrence(C[0], B[0], x * dt[..., None], A * dt, None), CHUNK)
     return (out if skip is None else out + skip[:, None] * x)[None]
 
 
@@ -152,20 +188,38 @@ def _time_steps(
     return _wide(torch.clamp(F.softplus(dt) if dt_softplus else dt, *dt_limit))
 
 
-def _not_fused(*_: Any, **__: Any) -> None:
-    """`mamba2_split_conv1d_scan_combined`, which a forward does without where it returns nothing."""
-
-
-def _recurrence(
-    given: Mapping[str, Any], query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None
+def _selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    **given: Any,
 ) -> Tensor:
-    """[tokens, heads, width] each."""
-    plan: AttentionPlan | CachedPlan = given[PLAN]
-    chunk = CHUNK_BY_CHANNEL if log_decay.ndim == 3 else CHUNK
-    of_layer, chunk = (given[LAYER], "state"), min(chunk, _longest.get())
-    if isinstance(plan, CachedPlan):
-        return plan.recur(of_layer, query, key, value, log_decay, beta, chunk)
-    return chained_recurrence(of_layer, query, key, value, log_decay, beta, plan, chunk)
+    """`mamba_selective_scan`: [1, channels, tokens] to the same, at least in float32."""
+    x, dt = _wide(hidden_states[0].T), _time_steps(dt[0].T, given.get("delta_bias"), given.get("delta_softplus", False))
+    out = _computed(SelectiveScan(x, dt, A, B[0].T, C[0].T), CHUNK_OF_SCAN)
+    if (skip := given.get("D")) is not None:
+        out = out + skip * x
+    if (gate := given.get("z")) is not None:
+        out = out * F.silu(gate[0].T)
+    return out.T[None]
+
+
+def _not_fused(*_: Any, **__: Any) -> None:
+    """`mamba2_split_conv1d_scan_combined` and `mamba_inner_fn`, which forwards do without where they return nothing."""
+
+
+def _computed(recurrence: Recurrence, chunk: int) -> Tensor:
+    """What its tokens read off the states of the layer that asks.
+
+    Args:
+        chunk: tokens of a chunk at most.
+    """
+    call, chunk = _call.get(), min(chunk, _longest.get())
+    if isinstance(call.plan, CachedPlan):
+        return call.plan.recur(call.state(), recurrence, chunk)
+    return chained_recurrence(call.state(), recurrence, call.plan, chunk)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -178,5 +232,7 @@ FUNCTIONS = (
     ("chunk_kimi_delta_attention", _delta_rule),
     ("mamba2_chunk_scan", _chunk_scan),
     ("mamba2_split_conv1d_scan_combined", _not_fused),
+    ("mamba_selective_scan", _selective_scan),
+    ("mamba_inner_fn", _not_fused),
 )
 """With the names under which the forwards of transformers' layers call them."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from lowtide.compat.torch import cpu_flash
 from lowtide.ops.attention.attention_plan import Rules, Sight
 from lowtide.ops.attention.varlen_attention import AttentionRules
+from lowtide.ops.recurrence import Recurrence
 from lowtide.ops.target import kind_of
 
 
@@ -52,18 +53,8 @@ class CachedPlan(ABC):
         """
 
     @abstractmethod
-    def recur(
-        self,
-        layer: Hashable,
-        query: Float[Tensor, "tokens key_heads keys"],
-        key: Float[Tensor, "tokens key_heads keys"],
-        value: Float[Tensor, "tokens heads values"],
-        log_decay: Float[Tensor, "tokens heads *channels"],
-        beta: Float[Tensor, "tokens heads"] | None,
-        chunk: int,
-    ) -> Float[Tensor, "tokens heads values"]:
-        """`ops.recurrence.linear_recurrence` from the states that are held of a layer, which are those after its new
-        tokens then.
+    def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Float[Tensor, "tokens ..."]:
+        """What new tokens read off the states that are held of a layer, which are those after these tokens then.
 
         Args:
             chunk: tokens of a chunk.

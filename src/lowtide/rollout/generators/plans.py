@@ -19,7 +19,7 @@ from lowtide.ops.attention.cached_attention import CachedPlan, Part, as_bias, ga
 from lowtide.ops.attention.cached_flash import Starts, gather_used, serves, starts_of
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
 from lowtide.ops.convolution import causal_convolution
-from lowtide.ops.recurrence import RecurrenceLayout, linear_recurrence, recurrence_step
+from lowtide.ops.recurrence import Recurrence, RecurrenceLayout
 from lowtide.ragged import PositionRule, RaggedBatch, Segment, Shown
 from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
 from lowtide.score_rules import IGNORE
@@ -66,18 +66,8 @@ class PromptPlan(CachedPlan):
                 held.blocks.append((_heads_first(key, index), _heads_first(value, index)))
         return varlen_attention(query, key, value, self.ragged, **asked)
 
-    def recur(
-        self,
-        layer: Hashable,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        chunk: int,
-    ) -> Tensor:
-        layout = RecurrenceLayout.of(self.ragged, chunk)
-        out, states = linear_recurrence(query, key, value, log_decay, beta, layout, final=True)
+    def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Tensor:
+        out, states = recurrence.over(RecurrenceLayout.of(self.ragged, chunk), final=True)
         assert states is not None
         self._hand_on(layer, states)
         return out
@@ -174,18 +164,9 @@ class NextPlan(_LaterPlan):
         parts = [Part(of_own.out.view(of_prompts.out.shape), of_own.lse.view(of_prompts.lse.shape)), of_prompts]
         return merged(parts, sinks).reshape(*query.shape[:2], -1)
 
-    def recur(
-        self,
-        layer: Hashable,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        chunk: int,
-    ) -> Tensor:
+    def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Tensor:
         held = self.store.states[layer][: len(self.store.lines)]
-        out, state = recurrence_step(query, key, value, log_decay, beta, held)
+        out, state = recurrence.step(held)
         held.copy_(state)
         return out
 
@@ -360,20 +341,11 @@ class RepliesPlan(_LaterPlan):
             start += count
         return torch.cat(outs)
 
-    def recur(
-        self,
-        layer: Hashable,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        log_decay: Tensor,
-        beta: Tensor | None,
-        chunk: int,
-    ) -> Tensor:
+    def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Tensor:
         layout = RecurrenceLayout.of(self.once("segments", self._segments), chunk)
         places = [line.place for line, _ in self.lines]
         held = self.store.states[layer].index_select(0, torch.tensor(places, device=self.store.device))
-        out, states = linear_recurrence(query, key, value, log_decay, beta, layout, held, final=True)
+        out, states = recurrence.over(layout, held, final=True)
         assert states is not None
         self.store.put_states(layer, places, states)
         return out

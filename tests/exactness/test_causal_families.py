@@ -10,24 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor
 
-from lowtide import SFTConfig, SFTTrainer
 from tests.support.marks import slow_but
-from tests.support.models.causal_families import LISTED, REFUSED, UNTRIED, tiny_causal
+from tests.support.matrix.family_page import layout_of, row_of, row_without_training, rows, rows_of_page, trainer_of
+from tests.support.models.causal_families import LISTED, REFUSED, TRAINED, UNTRIED, tiny_causal
 
-LENGTHS = (9, 17, 5, 70)
-"""Of rows: shorter and longer than windows, and than what an indexer chooses."""
-TRAINED = [kind for kind in LISTED if kind not in {**REFUSED, **UNTRIED}]
 TYPICAL = ("bert", "electra", "inkling_text", "mllama", "moshi", "recurrent_gemma", "rembert", "roberta", "xlstm")
+STALE = "docs/families.md is stale: `python -m tests.exactness --families` writes it anew"
+SHOWN = ("bamba", "gemma2", "gpt_oss", "llama", "mamba", "mpt")
+"""Those whose whole row is no part of the sweep alone."""
 LOSS, GRADIENT = 1e-4, 2e-3
 """Largest relative differences; a gradient's is of the parameter's norm, or of a hundredth of the largest one."""
-
-
-def rows() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(5, 94, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
 def own_step(model: Any, data: list[list[int]]) -> tuple[float, dict[str, Tensor]]:
@@ -44,38 +38,13 @@ def own_step(model: Any, data: list[list[int]]) -> tuple[float, dict[str, Tensor
     return total, gradients
 
 
-def trainer_of(model: Any, data: list[list[int]], folder: Any) -> SFTTrainer:
-    """Of one step of plain SGD with a learning rate of 1, so that weights move by their gradients."""
-    routed = hasattr(model.config.get_text_config(), "output_router_logits")
-    aux: dict[str, Any] = {"router_aux_loss_coef": 0.0} if routed else {}
-    config = SFTConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=len(data),
-        max_steps=1,
-        learning_rate=1.0,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        gradient_checkpointing=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-        **aux,
-    )
-    return SFTTrainer(model, config, train_dataset=Dataset.from_dict({"input_ids": data, "labels": data}))
-
-
 @pytest.mark.parametrize("kind", slow_but(TYPICAL, TRAINED))
 def test_a_step_is_the_one_of_the_familys_own_forward(kind: str, tmp_path: Any) -> None:
     model, data = tiny_causal(kind), rows()
     wanted, gradients = own_step(model, data)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer = trainer_of(model, data, tmp_path)
+    assert rows_of_page()[kind][:3] == layout_of(trainer)[:3], STALE
     trainer.train()
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     assert loss == pytest.approx(wanted, rel=LOSS)
@@ -99,6 +68,17 @@ def test_a_family_that_would_have_other_numbers_is_refused(kind: str, tmp_path: 
 def test_what_keeps_a_family_from_being_tried_is_still_true(kind: str) -> None:
     with pytest.raises(Exception, match=UNTRIED[kind]):
         own_step(tiny_causal(kind), rows())
+
+
+@pytest.mark.parametrize("kind", slow_but(["llama", "mamba"], TRAINED, swept=[k for k in TRAINED if k not in SHOWN]))
+def test_the_page_says_what_a_family_does(kind: str, tmp_path: Any) -> None:
+    assert rows_of_page()[kind] == row_of(trainer_of(tiny_causal(kind), rows(), tmp_path)), STALE
+
+
+def test_the_page_has_a_row_of_each_family() -> None:
+    assert rows_of_page().keys() == {*LISTED}, STALE
+    for kind in (*REFUSED, *UNTRIED):
+        assert rows_of_page()[kind] == row_without_training(kind), STALE
 
 
 def test_families_that_are_named_are_listed() -> None:

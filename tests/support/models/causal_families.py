@@ -176,3 +176,4 @@ UNTRIED: dict[str, str] = {
 """Families whose own forward takes no row of text here, and what transformers says. One lacks its vision tower; drafts
 read another model's keys; decoders of sounds are given their whole model's config by the mapping; and one trains on
 rows of some lengths alone."""
+TRAINED = tuple(kind for kind in LISTED if kind not in {**REFUSED, **UNTRIED})

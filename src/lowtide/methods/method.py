@@ -52,6 +52,10 @@ class FormedInForward:
     def terms(self) -> tuple[Self]:
         return (self,)
 
+    def divisor(self, batch: RaggedBatch) -> Tensor | int:
+        """What the sum over the scores of a batch is divided by for its mean."""
+        return score_weight(batch)
+
 
 @dataclass(frozen=True)
 class TokenObjective(FormedInForward):
@@ -69,6 +73,8 @@ class TokenObjective(FormedInForward):
     """Of the divergences from a teacher, where `want` asks for these; the run's reference is the teacher then."""
     support: Support | None = None
     """The tokens that these compare; None for all."""
+    mean_over_rows: bool = False
+    """The sum is divided by the rows of the whole batch, whatever the weights of their scores add up to."""
 
     @property
     def inner(self) -> TokenObjective:
@@ -91,7 +97,10 @@ class TokenObjective(FormedInForward):
         return EXPERTS if self.aux_coefficient else None
 
     def counts(self, batch: RaggedBatch) -> Counts:
-        return {"scores": batch.scores, "weight": float(score_weight(batch))}
+        return {"scores": batch.scores, "weight": float(self.divisor(batch))}
+
+    def divisor(self, batch: RaggedBatch) -> Tensor | int:
+        return batch.rows if self.mean_over_rows else score_weight(batch)
 
 
 @dataclass(frozen=True)

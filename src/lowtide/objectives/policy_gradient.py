@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lowtide.objectives.named import LossTable
-from lowtide.objectives.outcome import Mean
+from lowtide.objectives.outcome import Counts, Mean
 from lowtide.ops.float64 import to_float64
 
 FARTHEST = 20.0
@@ -69,22 +69,31 @@ class Written:
         return self.logprobs - self.old
 
 
-class Settings(Protocol):
-    """The options that the losses read."""
+class ClipSettings(Protocol):
+    """The options that `clipped` reads."""
 
     epsilon: float
-    delta: float | None
+
+    @property
+    def delta(self) -> float | None:
+        """The largest ratio of a completion that lost; None for any."""
+        ...
+
+    @property
+    def upper(self) -> float:
+        """The bound above, which is `epsilon` where none is set."""
+        ...
+
+
+class Settings(ClipSettings, Protocol):
+    """The options that the losses read."""
+
     sapo_temperature_neg: float
     sapo_temperature_pos: float
     vespo_k_pos: float
     vespo_k_neg: float
     vespo_lambda_pos: float
     vespo_lambda_neg: float
-
-    @property
-    def upper(self) -> float:
-        """The bound above, which is `epsilon` where none is set."""
-        ...
 
 
 def ratios(written: Written, level: str) -> Float[Tensor, " scores"]:
@@ -94,7 +103,7 @@ def ratios(written: Written, level: str) -> Float[Tensor, " scores"]:
     return torch.exp(logs if level == "token" else written.means(logs)[written.completion])
 
 
-def clipped(written: Written, ratio: Tensor, settings: Settings) -> Float[Tensor, " scores"]:
+def clipped(written: Written, ratio: Tensor, settings: ClipSettings) -> Float[Tensor, " scores"]:
     """The smaller of the plain and the clipped surrogate (arXiv 2402.03300, equation 3; PPO's), bounded on its other
     side too by `delta` (arXiv 2505.07291)."""
     within = torch.clamp(ratio, 1 - settings.epsilon, 1 + settings.upper)
@@ -222,6 +231,28 @@ LOSSES = LossTable(
     lambda fn: PolicyLoss(fn, Scale.WINDOW),
 )
 """The variants of GRPO's `loss_type`."""
+
+
+def shares(written: Written, scale: Scale, counts: Counts, longest: int) -> Float[Tensor, " scores"]:
+    """What the loss of each token is multiplied by, so that their sum is the loss.
+
+    Args:
+        counts: of the whole step: its `completions` and its `scores`.
+        longest: the most tokens that a completion may have.
+    """
+    one = torch.ones_like(written.old)
+    match scale:
+        case Scale.COMPLETION:
+            return 1 / (written.lengths.clamp(min=1)[written.completion] * counts["completions"])
+        case Scale.STEP:
+            return one / max(counts["scores"], 1)
+        case Scale.WINDOW:
+            window = torch.where(written.window_tokens > 0, written.window_tokens, counts["scores"])
+            return 1 / window.clamp(min=1)
+        case Scale.LONGEST:
+            return one / (counts["completions"] * longest)
+        case Scale.SUM:
+            return one / counts["completions"]
 
 
 # -- what is added to them ----------------------------------------------------------------------------------------

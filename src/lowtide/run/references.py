@@ -98,16 +98,11 @@ class ReferenceMaker:
 
     def _is_copied(self, model: nn.Module) -> bool:
         return (
-            not self._is_live
+            not self.args.is_live
             and self.requested is None
             and not hasattr(model, "disable_adapter")
             and not self._is_policy
         )
-
-    @property
-    def _is_live(self) -> bool:
-        """Whether the policy is compared with itself as it is, on other prompts."""
-        return getattr(self.args, "teacher_model_kind", "") == "live"
 
     @property
     def _is_policy(self) -> bool:
@@ -129,7 +124,7 @@ class ReferenceMaker:
     def _made(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine) -> Reference:
         args, requested = self.args, self.requested
         how: dict[str, Any] = {"padding_free": engine.padding_free, "temperature": self.temperature}
-        if self._is_live:
+        if args.is_live:
             self._check_storage()
             return Reference(ReferenceModel(model, **how), "the policy as it is in each step; it costs nothing")
         if hasattr(model, "disable_adapter") and requested is None:
@@ -195,12 +190,12 @@ class ReferenceMaker:
                     + (", or precompute_ref_log_probs=True" if precomputes else "")
                 )
             return requested
-        for name, off in (("ref_model_storage", "same"), ("sync_ref_model", False)):
-            if getattr(args, name, off) != off:
-                raise ValueError(
-                    f"{name}={getattr(args, name)!r} and base_weights='stream' both say where a reference's weights "
-                    "are: streamed ones stay as their files have them. Leave one of them out"
-                )
+        stored = None if args.ref_model_storage == "same" else f"ref_model_storage={args.ref_model_storage!r}"
+        if other := stored or (args.following and args.following.option):
+            raise ValueError(
+                f"{other} and base_weights='stream' both say where a reference's weights are: streamed ones stay as "
+                "their files have them. Leave one of them out"
+            )
         if args.optim in OPTIMIZERS and self.in_dtype_of_policy:
             raise ValueError(
                 f"optim={args.optim!r} makes a reference bfloat16 in memory, and base_weights='stream' takes it from "

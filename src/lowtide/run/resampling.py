@@ -62,9 +62,9 @@ class Resampling:
 
     def filled(
         self, made: Made, rows: Sequence[Mapping[str, Any]], window: Sequence[int], *, version: int, state: Any
-    ) -> Made:
+    ) -> tuple[Made, list[Mapping[str, Any]]]:
         """A window in which groups without spread are replaced, as often as they are without it and rounds are left;
-        then they stay as they are.
+        then they stay as they are. And the rows that it is of.
 
         Args:
             made: what this rank wrote of its rows, rewarded.
@@ -104,7 +104,7 @@ class Resampling:
             "dynamic_sampling/replaced_prompts": float(lacked),
             "dynamic_sampling/frac_reward_zero_std_before": len(before) * size / (len(rows) * options.data_ranks),
         }
-        return made
+        return made, rows
 
     def _without_spread(self, made: Made, size: int) -> list[int]:
         """The groups of all ranks whose completions are rewarded alike."""

@@ -256,17 +256,18 @@ class RolloutMaker:
             OutOfMemory: what was to be written does not fit.
         """
         own = self.met(lambda: self.rewarded(rows, place, version, state), waited_for=self.writer.has_a_part)
-        return self.finish(own, len(rows), group=group, state=state)
+        return self.finish(own, rows, group=group, state=state)
 
-    def finish(self, own: Made, rows: int, *, group: int, state: Any = None) -> Made:
-        """What is learned of what this rank wrote of so many rows; the other arguments are those of `make`."""
-        made, found = self.met(lambda: self._scored(own, rows), waited_for=self.runner.waited_for)
+    def finish(self, own: Made, rows: Sequence[Mapping[str, Any]], *, group: int, state: Any = None) -> Made:
+        """What is learned of what this rank wrote of its rows; the other arguments are those of `make`."""
+        count = len(rows)
+        made, found = self.met(lambda: self._scored(own, count), waited_for=self.runner.waited_for)
         if own.calls is not None:
-            reported = self._reported(rows, self._share(rows))
+            reported = self._reported(count, self._share(count))
             made.metrics |= _tool_metrics(own.calls[:reported], self.runner.device)
         if found is not None:
             made.metrics |= sampling_metrics(found, self._of_all_ranks)
-        self._finish(made, group, getattr(state, "epoch", None) or 0.0)
+        self._finish(made, rows, group, getattr(state, "epoch", None) or 0.0)
         return made
 
     def met(self, work: Callable[[], T], *, waited_for: bool = False) -> T:
@@ -540,7 +541,7 @@ class RolloutMaker:
         model = self.runner.model
         return self.runner.scored(batch, lambda part: logprobs(model, part, **how))
 
-    def _finish(self, made: Made, group: int, epoch: float) -> None:
+    def _finish(self, made: Made, rows: Sequence[Mapping[str, Any]], group: int, epoch: float) -> None:
         """What is learned, and metrics over all ranks."""
         rollout, device = made.rollout, self.runner.device
         made.rewards = self.rewards_of_all(made)
@@ -553,7 +554,11 @@ class RolloutMaker:
             evaluated=self.evaluates,
             copies=self.runner.models().copies,
             reported=self.reported,
+            rows=rows,
         )
+        told = self.learning.teacher_prompts(rewarded, self.options, self.tokenizer)
+        if told is not None:
+            rollout.teacher_prompts = self.met(told)
         found = self.learning.learn(rewarded, self.options)
         made.advantages = found.values
         rollout.row_values |= found.row_values

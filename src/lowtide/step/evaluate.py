@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE, TEACHER
 from lowtide.engine.heads.head import ScoreOutput, Scores
-from lowtide.methods.method import Objective, RowObjective, Scorer, score_weight
+from lowtide.methods.method import Objective, RowObjective, Scorer
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
@@ -54,8 +54,8 @@ def evaluate_batch(
         totals.count(batch)
     for part, output in results:
         totals.take_in(output, part)
-        if output.loss is not None:
-            totals.add_mean("loss", output.loss, score_weight(part))
+        if output.loss is not None and not isinstance(objective, RowObjective):
+            totals.add_mean("loss", output.loss, objective.divisor(part))
     if isinstance(objective, RowObjective):
         _add_losses(models, objective, turns, results, counts, totals)
     return results

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from lowtide.engine.forward import causal_model
 from lowtide.engine.reference import ArrivedPolicy, FrozenModel
 from lowtide.methods.shared.completions import completion_sums, in_completion
+from lowtide.methods.shared.options import Following
 from lowtide.run.edge import edge
 from lowtide.run.engine import computed_in
 from lowtide.step.cut import Part
@@ -33,11 +34,12 @@ class ReferenceTrainer(MethodTrainer):
                 known = precompute(self)
                 self._later = LaterReference(self.reference, *known, computed_in=computed_in(options))
             self.reference = Precomputed()
-        if options.follows:
+        following: Following | None = options.following
+        if following is not None and options.compares:
             if isinstance(self.reference, FrozenModel):
                 self.reference.check_follows(self.site.model)
             followed = cast(FrozenModel | ArrivedPolicy, self.reference)
-            self.add_callback(_FollowPolicy(followed, options.ref_model_mixup_alpha, options.ref_model_sync_steps))
+            self.add_callback(_FollowPolicy(followed, following.share, following.steps))
 
     @property
     def ref_model(self) -> nn.Module | None:

@@ -11,6 +11,7 @@ import torch
 
 import lowtide
 from lowtide.methods.online import iw_opd
+from lowtide.methods.online.policy import Sampled
 from tests.support.models.classifiers import classifier
 from tests.support.references.parity_world import lora
 from tests.support.runs.distilling import build_teacher
@@ -35,7 +36,7 @@ def test_loss_and_gradients_are_those_of_trl():
 
     logprobs = (student / 0.7).log_softmax(-1).gather(-1, tokens[..., None])[..., 0][there]
     completion = torch.arange(4).repeat_interleave(torch.tensor(LENGTHS))
-    sampled = iw_opd.Sampled(logprobs, (of_teacher[there] - logprobs).detach(), completion)
+    sampled = Sampled(logprobs, of_teacher[there].detach(), completion)
     options = iw_opd.IWOPDOptions(iw_opd_gamma=0.8)
     found = iw_opd.loss(sampled, {"scores": 16}, options=options)
     torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=0)
@@ -46,7 +47,7 @@ def test_loss_and_gradients_are_those_of_trl():
         assert float(ours) == pytest.approx(values[0], rel=1e-12)
 
     parts = [torch.isin(completion, torch.tensor(rows)) for rows in ((2, 0), (3, 1))]
-    of_parts = [iw_opd.Sampled(logprobs[p], sampled.ahead[p], completion[p]) for p in parts]
+    of_parts = [Sampled(logprobs[p], sampled.teacher[p], completion[p]) for p in parts]
     total: Any = sum(iw_opd.loss(each, {"scores": 16}, options=options).loss for each in of_parts)
     torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
 

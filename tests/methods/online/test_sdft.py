@@ -83,7 +83,7 @@ def test_what_cannot_work_is_refused(tmp_path):
         ({"distillation_mode": "sampled_token"}, "distillation_alpha=0.5: set distillation_alpha=1"),
         ({"distillation_topk": None}, "requires distillation_topk"),
         ({"teacher_model_kind": "ema", "ref_model_storage": "8bit"}, "'ema' moves it"),
-        ({"teacher_prompt_template": "{prompt}"}, "needs both places"),
+        ({"teacher_prompt_template": "{prompt}"}, "has no place {privileged_context}"),
         ({"teacher_prompt_template": "{prompt}{privileged_context}{x}"}, "can't be filled in"),
         ({"teacher_model_kind": "other"}, "teacher_model_kind='other'"),
     ):

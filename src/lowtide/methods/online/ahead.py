@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lowtide.methods.online.rollouts import RewardedOptions
+from lowtide.methods.online.rollouts import ReferredOptions
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, Range, option
 from lowtide.rollout.generators.vllm.limits import Limits
 
 
 @dataclass(kw_only=True)
-class AheadOptions(RewardedOptions):
+class AheadOptions(ReferredOptions):
     """Of methods that correct for completions which older weights wrote."""
 
     max_staleness: int = option(

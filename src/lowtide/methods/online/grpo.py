@@ -20,7 +20,6 @@ from lowtide.objectives.advantages import Advantages, relative_to_group
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.policy_gradient import (
     LOSSES,
-    PolicyLoss,
     Scale,
     Written,
     clip_metrics,
@@ -29,6 +28,7 @@ from lowtide.objectives.policy_gradient import (
     near_policy,
     over_tokens,
     ratios,
+    shares,
 )
 from lowtide.ops.float64 import to_float64
 from lowtide.ops.logits.logit_rows import Want
@@ -41,6 +41,22 @@ READ = (
     *("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
 )
 """Options that only some losses read."""
+
+
+def spelled_scale(given: object) -> str:
+    """How rewards are scaled, of True and False too, as older scripts have them."""
+    spelled = {"True": "group", "False": "none", "true": "group", "false": "none"}
+    return spelled.get(str(given), str(given))
+
+
+def check_scale(given: object) -> None:
+    """Refuses another way to scale rewards than there is.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if given not in SCALES:
+        raise ValueError(f"scale_rewards={given!r} is not one of {', '.join(SCALES)}, True, False")
 
 
 @dataclass(kw_only=True)
@@ -121,8 +137,7 @@ class GRPOOptions(AheadOptions, VisionOptions):
 
     def respell(self) -> None:
         """True and False for how rewards are scaled, as older scripts have them."""
-        spelled = {"True": "group", "False": "none", "true": "group", "false": "none"}
-        self.scale_rewards = spelled.get(str(self.scale_rewards), self.scale_rewards)
+        self.scale_rewards = spelled_scale(self.scale_rewards)
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
@@ -130,8 +145,7 @@ class GRPOOptions(AheadOptions, VisionOptions):
         Raises:
             ValueError: an option has no such value, or two options exclude each other.
         """
-        if self.scale_rewards not in SCALES:
-            raise ValueError(f"scale_rewards={self.scale_rewards!r} is not one of {', '.join(SCALES)}, True, False")
+        check_scale(self.scale_rewards)
         self.check_rollouts()
         if self.num_generations < 2:
             raise ValueError(
@@ -242,7 +256,7 @@ def loss(written: Written, counts: Counts, *, options: GRPOOptions, control: Ent
         distance = divergence(written) * (ratio if options.use_bias_correction_kl else 1.0)
         losses = losses + options.beta * distance
         means["kl"] = over_tokens(written, distance)
-    total = (losses * scales(written, variant, counts, options)).sum()
+    total = (losses * shares(written, variant.scale, counts, options.max_completion_length)).sum()
     if options.rewards_entropy:
         assert written.entropies is not None
         means["policy_loss"] = Mean(to_float64(total.detach()) * counts["completions"], float(len(written.lengths)))
@@ -260,23 +274,6 @@ def loss(written: Written, counts: Counts, *, options: GRPOOptions, control: Ent
     elif options.loss_type == "vespo":
         means["vespo/phi_seq_mean"] = over_tokens(written, gamma_weights(written, options), "sequence")
     return Outcome(total, means, lows, highs)
-
-
-def scales(written: Written, variant: PolicyLoss, counts: Counts, options: GRPOOptions) -> Tensor:
-    """[scores] or []: what the loss of each token is multiplied by."""
-    one = torch.ones_like(written.old)
-    match variant.scale:
-        case Scale.COMPLETION:
-            return 1 / (written.lengths.clamp(min=1)[written.completion] * counts["completions"])
-        case Scale.STEP:
-            return one / max(counts["scores"], 1)
-        case Scale.WINDOW:
-            window = torch.where(written.window_tokens > 0, written.window_tokens, counts["scores"])
-            return 1 / window.clamp(min=1)
-        case Scale.LONGEST:
-            return one / (counts["completions"] * options.max_completion_length)
-        case Scale.SUM:
-            return one / counts["completions"]
 
 
 def objective(options: GRPOOptions, *, aux_coefficient: float = 0.0) -> RowObjective:

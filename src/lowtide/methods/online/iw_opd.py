@@ -16,11 +16,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowtide.data.batches.values import OLD
-from lowtide.engine.heads.head import Stats
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.online.distillation import ARGUMENTS, Taught
-from lowtide.methods.online.policy import completion_counts
+from lowtide.methods.online.policy import Sampled, completion_counts, read_sampled
 from lowtide.methods.online.rollouts import Prompts, RolloutOptions
 from lowtide.methods.shared.options import TeacherOptions
 from lowtide.methods.shared.paper import Paper
@@ -28,7 +26,6 @@ from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.ops.float64 import to_float64
 from lowtide.ops.logits.logit_rows import Want
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, Range, option
-from lowtide.ragged import RaggedBatch
 
 
 @dataclass(kw_only=True)
@@ -72,26 +69,6 @@ class Corrected(Taught):
         return stale
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """What is known of tokens that the student wrote; log-probabilities in nats, at the temperature of sampling."""
-
-    logprobs: Float[Tensor, " scores"]
-    """Of the student that is trained, with gradients."""
-    ahead: Float[Tensor, " scores"]
-    """The teacher's, less those of the student that wrote; without gradients."""
-    completion: Int[Tensor, " scores"]
-    """The completion that a token is of; those of one stand together, in their order."""
-
-
-def read_sampled(batch: RaggedBatch, stats: Stats, reference: Float[Tensor, " scores"] | None) -> Sampled:
-    """The tokens of a batch whose rows are completions."""
-    assert reference is not None, "a teacher is a reference"
-    logprobs = stats["logprobs"]
-    old = batch.score_values.get(OLD, logprobs.detach())
-    return Sampled(logprobs, reference.to(old.dtype) - old, batch.row[batch.score_segment])
-
-
 def position_weights(
     ahead: Float[Tensor, " scores"], completion: Int[Tensor, " scores"], *, gamma: float, epsilon: float
 ) -> Float[Tensor, " scores"]:
@@ -111,7 +88,8 @@ def position_weights(
 
 def loss(sampled: Sampled, counts: Counts, *, options: IWOPDOptions) -> Outcome:
     """Minus the log-probability of each token times its weighted difference, over the tokens of the step."""
-    ahead = sampled.ahead
+    written_by = sampled.logprobs.detach() if sampled.old is None else sampled.old
+    ahead = sampled.teacher - written_by
     weights = position_weights(ahead, sampled.completion, gamma=options.iw_opd_gamma, epsilon=options.iw_opd_epsilon)
     total = -(sampled.logprobs * weights * ahead).sum() / max(counts["scores"], 1)
     means = {

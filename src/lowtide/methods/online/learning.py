@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from lowtide.engine.heads.head import Head
 from lowtide.objectives.advantages import Advantages
 from lowtide.ops.float64 import exchange_device, float64_device
 from lowtide.ragged import RaggedBatch
-from lowtide.ranks.world import gathered
+from lowtide.ranks.world import gathered, objects_of_all_ranks
 from lowtide.rollout.rollout import Rollout
 
 Values = dict[str, Tensor]
@@ -65,6 +65,8 @@ class Rewarded:
     reported: int | None = None
     """Completions of all ranks that metrics are of: those behind them fill up the last batch of an evaluation. None:
     all of them."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """The row that each completion of this rank was written for."""
 
     @property
     def own_reported(self) -> int:
@@ -74,6 +76,16 @@ class Rewarded:
     def of_all_ranks(self, values: Tensor) -> Tensor:
         """Values of all ranks, one after the other, on the CPU; all ranks have as many."""
         return gathered(values.to(exchange_device(values, self.device)), self.copies).cpu()
+
+    def texts(self, wanted: Collection[int], tokenizer: Any) -> dict[int, str]:
+        """What completions of all ranks say, by their numbers; all ranks ask for the same ones."""
+        first, written = self.own.start, self.rollout.completions
+        own = {
+            number: tokenizer.decode(written[number - first].token_ids, skip_special_tokens=True)
+            for number in wanted
+            if first <= number < self.own.stop
+        }
+        return {number: text for each in objects_of_all_ranks(own, self.copies) for number, text in each.items()}
 
     def summed(self, *values: Tensor | float) -> list[float]:
         """Sums over all ranks."""
@@ -131,6 +143,11 @@ class Learning(ABC):
 
     def prepare(self, rollout: Rollout, options: Any) -> None:  # noqa: B027
         """Changes a rollout that was rewarded before it is scored; by default not at all."""
+
+    def teacher_prompts(self, rewarded: Rewarded, options: Any, tokenizer: Any) -> Callable[[], list[list[int]]] | None:
+        """What a teacher reads before each completion of this rank, where that depends on rewards: a function without
+        arguments that makes it, by itself on each rank; None where it does not. All ranks call this, before `learn`."""
+        return None
 
     @abstractmethod
     def learn(self, rewarded: Rewarded, options: Any) -> Learned:

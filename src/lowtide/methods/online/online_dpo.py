@@ -21,7 +21,7 @@ from lowtide.data.batches.values import BETA, DECIDED, LENGTHS, PREFERENCE, REWA
 from lowtide.engine.heads.head import Stats
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.online.learning import Learned, Learning, Rewarded, Values
-from lowtide.methods.online.rollouts import Prompts, RewardedOptions
+from lowtide.methods.online.rollouts import Prompts, ReferredOptions
 from lowtide.methods.shared.completions import completion_sums
 from lowtide.methods.shared.options import VisionOptions
 from lowtide.methods.shared.paper import Paper
@@ -39,7 +39,7 @@ TRAINED_WITH = ("sigmoid", "ipo")
 
 
 @dataclass(kw_only=True)
-class OnlineDPOOptions(RewardedOptions, VisionOptions):
+class OnlineDPOOptions(ReferredOptions, VisionOptions):
     """The options of online direct preference optimization, under TRL's names and with its defaults."""
 
     completions_of_row: ClassVar[int] = 2

@@ -26,7 +26,7 @@ from lowtide.engine.heads.value import VALUES
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.online.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.online.policy import completion_counts
-from lowtide.methods.online.rollouts import Prompts, RewardedOptions
+from lowtide.methods.online.rollouts import Prompts, ReferredOptions
 from lowtide.methods.shared.options import VisionOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.objectives.advantages import weighted
@@ -48,12 +48,12 @@ from lowtide.ragged import RaggedBatch
 
 
 @dataclass(kw_only=True)
-class PPOOptions(RewardedOptions, VisionOptions):
+class PPOOptions(ReferredOptions, VisionOptions):
     """The options of proximal policy optimization, under the names and with the defaults of TRL before 1.0."""
 
     divergence_weight: ClassVar[str] = "kl_coef"
     without_effect: ClassVar[Mapping[str, str]] = {
-        **RewardedOptions.without_effect,
+        **ReferredOptions.without_effect,
         "stop_token": "completions end at the tokenizer's end token in any case",
         "local_rollout_forward_batch_size": "rollouts are scored within the limits of a micro-batch",
         "num_sample_generations": "log_completions=True shows what is written",

@@ -17,7 +17,7 @@ from lowtide.data.batches.values import OLD, REFERENCE
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Learned, Rewarded
 from lowtide.methods.online.policy import completion_counts, read_written
-from lowtide.methods.online.rollouts import Prompts, RewardedOptions
+from lowtide.methods.online.rollouts import Prompts, ReferredOptions
 from lowtide.methods.shared.options import VisionOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.objectives.advantages import Advantages, leave_one_out, summed_up, weighted
@@ -28,7 +28,7 @@ from lowtide.option import COUNT, NOT_NEGATIVE, option
 
 
 @dataclass(kw_only=True)
-class RLOOOptions(RewardedOptions, VisionOptions):
+class RLOOOptions(ReferredOptions, VisionOptions):
     """The options of REINFORCE leave-one-out, under TRL's names and with its defaults."""
 
     num_generations: int = option(2, "Completions of a prompt.", COUNT)

@@ -340,30 +340,21 @@ class RolloutOptions(WritingOptions):
 
 
 @dataclass(kw_only=True)
-class RewardedOptions(RolloutOptions, FollowedReference):
+class RewardedOptions(RolloutOptions):
     """Of those whose completions are rewarded, under TRL's names and with its defaults."""
 
     divergence_weight: ClassVar[str] = "beta"
-    """The option that weighs the divergence from the reference."""
+    """The option that weighs how far the policy is from a reference, which is there where it is not 0."""
 
     reward_weights: list[float] | None = option(None, "Weight of each reward function. None: 1 each.")
     reward_timeout: float | None = option(
         None, "Seconds that each reward function may take for a batch. None waits.", POSITIVE
     )
-    vllm_importance_sampling_correction: bool = option(True, "Weigh by how vLLM's probabilities differ.")
 
     @property
     def compares(self) -> bool:
         """Whether there is a reference."""
         return getattr(self, self.divergence_weight, 0.0) != 0.0
-
-    @property
-    def scores_reference(self) -> bool:
-        return self.compares
-
-    @property
-    def corrects(self) -> bool:
-        return self.use_vllm and self.vllm_importance_sampling_correction
 
     @property
     def advice(self) -> list[str]:
@@ -384,6 +375,21 @@ class RewardedOptions(RolloutOptions, FollowedReference):
                 "temperature=0 writes the likeliest token each time: the completions of a prompt are all the same, and "
                 "no importance ratio is defined. Set a temperature above 0"
             )
+
+
+@dataclass(kw_only=True)
+class ReferredOptions(RewardedOptions, FollowedReference):
+    """Of those among them whose completions are compared with what the reference says of the same tokens."""
+
+    vllm_importance_sampling_correction: bool = option(True, "Weigh by how vLLM's probabilities differ.")
+
+    @property
+    def scores_reference(self) -> bool:
+        return self.compares
+
+    @property
+    def corrects(self) -> bool:
+        return self.use_vllm and self.vllm_importance_sampling_correction
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class SDFTOptions(SelfTeacherOptions):
             ValueError: an option has no such value, or two options exclude each other.
         """
         self.check_self_teaching()
-        check_template(self.teacher_prompt_template)
+        places = ("prompt", "privileged_context")
+        check_template("teacher_prompt_template", self.teacher_prompt_template, *places, needs=places)
 
 
 ARGUMENTS = (

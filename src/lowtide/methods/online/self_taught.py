@@ -6,7 +6,7 @@ prompts of its own, so that both distributions of a token are of the same place 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +14,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lowtide.data.batches.values import OLD
 from lowtide.data.prompts import TEACHER_IDS, prepare_prompts
-from lowtide.data.teacher_prompts import PRIVILEGED, TeacherPromptEncoder, filled
-from lowtide.engine.heads.head import Stats
+from lowtide.data.teacher_prompts import PRIVILEGED, TeacherPromptEncoder
 from lowtide.methods.method import RowObjective, TokenObjective, score_weight
 from lowtide.methods.online.distillation import Taught
 from lowtide.methods.online.learning import Learned, Rewarded, Values
+from lowtide.methods.online.policy import Sampled, read_sampled
 from lowtide.methods.online.rollouts import Prompts, RolloutOptions
-from lowtide.methods.shared.options import StoredReference
+from lowtide.methods.shared.options import Following, StoredReference
 from lowtide.methods.shared.rows import Preparation, Prepared
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ops.logits.logit_rows import Support, Want
 from lowtide.option import COUNT, POSITIVE, SHARE, option
-from lowtide.ragged import WEIGHT, RaggedBatch
+from lowtide.ragged import WEIGHT
 
 MODES = ("sampled_token", "full_logits", "topk_logits")
 
@@ -76,26 +75,23 @@ class SelfTeacherOptions(RolloutOptions, StoredReference):
     )
 
     @property
-    def sync_ref_model(self) -> bool:
-        """As of a reference that follows the policy; the teacher is one."""
-        return self.teacher_model_kind == "ema"
+    def following(self) -> Following | None:
+        if self.teacher_model_kind != "ema":
+            return None
+        return Following(self.teacher_update_rate, self.teacher_sync_steps, "teacher_model_kind='ema'")
 
     @property
-    def follows(self) -> bool:
-        return self.sync_ref_model
-
-    @property
-    def ref_model_mixup_alpha(self) -> float:
-        return self.teacher_update_rate
-
-    @property
-    def ref_model_sync_steps(self) -> int:
-        return self.teacher_sync_steps
+    def is_live(self) -> bool:
+        return self.teacher_model_kind == "live"
 
     @property
     def skipped(self) -> int:
         """Tokens at the start of a completion that nothing is learned of."""
         return 0
+
+    def most_told(self, tokens: int) -> int:
+        """Tokens at most of a teacher's prompt that has so many before anything is written."""
+        return tokens
 
     def check_self_teaching(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
@@ -170,24 +166,27 @@ class TaughtPrompts(Prompts):
         return prepare_prompts(rows, encoder, num_proc=options.dataset_num_proc, column=TEACHER_IDS), report
 
 
-def check_template(template: str) -> None:
-    """Refuses what no teacher's prompt can be made of.
+def check_template(name: str, template: str, *places: str, needs: Sequence[str]) -> None:
+    """Refuses a template that can't be filled in, or that leaves out what it is to say.
+
+    Args:
+        name: the option.
+        places: the names that may stand in braces.
+        needs: those that have to.
 
     Raises:
         ValueError: naming what is missing, or too much.
     """
-    marks = ("\0prompt", "\0context")
+    words = " and ".join(f"{{{each}}}" for each in places)
     try:
-        made = filled(template, *marks)
-    except (KeyError, IndexError, ValueError) as error:
+        made = template.format(**{each: f"\0{each}" for each in places})
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"teacher_prompt_template={template!r} can't be filled in ({error!r}): its places are {{prompt}} and "
-            "{privileged_context}, and other braces are doubled"
+            f"{name}={template!r} can't be filled in ({error!r}): it takes {words}, and other braces are doubled"
         ) from error
-    if not all(mark in made for mark in marks):
-        raise ValueError(
-            f"teacher_prompt_template={template!r} needs both places, {{prompt}} and {{privileged_context}}"
-        )
+    for each in needs:
+        if f"\0{each}" not in made:
+            raise ValueError(f"{name}={template!r} has no place {{{each}}}: put it in")
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
@@ -210,34 +209,24 @@ def compared(options: SelfTeacherOptions) -> Callable[[TokenStats], Float[Tensor
     return loss
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """What is known of tokens that were written; log-probabilities in nats, at the temperature of sampling."""
+def sampled_losses(sampled: Sampled, most: float | None) -> tuple[Float[Tensor, " scores"], Float[Tensor, " scores"]]:
+    """(losses, what each counts). Their gradient is that of KL(student || teacher) by the tokens that the student drew:
+    each is made less likely by how much likelier the student has it than the teacher.
 
-    logprobs: Float[Tensor, " scores"]
-    teacher: Float[Tensor, " scores"]
-    weight: Float[Tensor, " scores"]
-    old: Float[Tensor, " scores"]
-    """Of the policy that wrote; the student's own where that did."""
-
-
-def read_sampled(batch: RaggedBatch, stats: Stats, reference: Float[Tensor, " scores"] | None) -> Sampled:
-    """The tokens of a batch whose rows are completions."""
-    assert reference is not None, "a teacher is a reference"
-    logprobs = stats["logprobs"]
-    plain = logprobs.detach()
-    weight = batch.score_values[WEIGHT].to(plain)
-    return Sampled(logprobs, reference.to(plain), weight, batch.score_values.get(OLD, plain).to(plain))
+    Args:
+        most: what a token counts at most for being likelier by now than when it was written.
+    """
+    assert sampled.weight is not None, "completions count alike, whatever their length"
+    losses = (sampled.logprobs - sampled.teacher).detach() * sampled.logprobs
+    return corrected(losses, sampled.logprobs, sampled.old, most), sampled.weight
 
 
 def sampled_objective(options: SelfTeacherOptions, aux_coefficient: float) -> RowObjective:
-    """The gradient of KL(student || teacher) by the tokens that the student drew: each is made less likely by how much
-    likelier the student has it than the teacher."""
+    """That of written tokens (see `sampled_losses`)."""
 
     def loss(sampled: Sampled, counts: Counts) -> Outcome:
-        losses = (sampled.logprobs - sampled.teacher).detach() * sampled.logprobs
-        losses = corrected(losses, sampled.logprobs, sampled.old, options.distillation_is_clip)
-        return Outcome((losses * sampled.weight).sum() / (counts["weight"] or 1.0))
+        losses, weight = sampled_losses(sampled, options.distillation_is_clip)
+        return Outcome((losses * weight).sum() / (counts["weight"] or 1.0))
 
     return RowObjective(
         read=read_sampled,
@@ -253,11 +242,15 @@ def sampled_objective(options: SelfTeacherOptions, aux_coefficient: float) -> Ro
 
 def objective(options: SelfTeacherOptions, *, aux_coefficient: float = 0.0) -> TokenObjective | RowObjective:
     """The loss of the options: a mean over completions of means over their tokens."""
-    mode = options.distillation_mode
-    if mode == "sampled_token":
+    if options.distillation_mode == "sampled_token":
         return sampled_objective(options, aux_coefficient)
+    return compared_objective(options, aux_coefficient)
+
+
+def compared_objective(options: SelfTeacherOptions, aux_coefficient: float) -> TokenObjective:
+    """That of distributions."""
     support = None
-    if mode == "topk_logits":
+    if options.distillation_mode == "topk_logits":
         assert options.distillation_topk is not None
         support = Support(options.distillation_topk, options.distillation_add_tail)
     return TokenObjective(

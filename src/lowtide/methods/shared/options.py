@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, Group, option
 from lowtide.option_values import in_float32
@@ -107,6 +107,17 @@ class VisionOptions:
     )
 
 
+class Following(NamedTuple):
+    """How a reference follows the policy."""
+
+    share: float
+    """How far it moves: 1 makes it the policy, and 0 leaves it."""
+    steps: int
+    """Optimizer steps between two such moves."""
+    option: str
+    """What asks for it, as messages name it."""
+
+
 @dataclass(kw_only=True)
 class StoredReference:
     """Of the methods that may have a reference: how it is stored."""
@@ -125,8 +136,18 @@ class StoredReference:
         return True
 
     @property
+    def following(self) -> Following | None:
+        """How the reference follows the policy; None where it stays as it is."""
+        return None
+
+    @property
     def follows(self) -> bool:
         """Whether the reference moves."""
+        return self.following is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the reference is the policy as it is in each step, on other prompts."""
         return False
 
 
@@ -143,8 +164,10 @@ class FollowedReference(StoredReference):
     ref_model_sync_steps: int = option(512, "Optimizer steps between two such moves.", COUNT)
 
     @property
-    def follows(self) -> bool:
-        return self.sync_ref_model
+    def following(self) -> Following | None:
+        if not self.sync_ref_model:
+            return None
+        return Following(self.ref_model_mixup_alpha, self.ref_model_sync_steps, "sync_ref_model=True")
 
 
 @dataclass(kw_only=True)

@@ -171,9 +171,10 @@ def _check_stage_3(config: Any) -> None:
             f"attention_head_chunks={config.attention_head_chunks} cuts weights that ZeRO-3 gathers whole: take ZeRO-2 "
             "or FSDP2 (fsdp=True)"
         )
-    if getattr(config, "sync_ref_model", False):
+    following = getattr(config, "following", None)
+    if following is not None:
         raise ValueError(
-            "sync_ref_model=True moves whole weights, and ZeRO-3 cuts those of model and reference: take ZeRO-2"
+            f"{following.option} moves whole weights, and ZeRO-3 cuts those of model and reference: take ZeRO-2"
         )
 
 

@@ -108,8 +108,8 @@ class WrittenBatches(RowBatches):
             own.metrics |= {"perf/rollout_wait_s": self._ahead.waited - waited, "perf/weight_sync_s": self._publishing}
         if trainer.resampling is not None:
             place = epoch, first
-            own = trainer.resampling.filled(own, rows, place, version=state.global_step, state=state)
-        made = trainer.maker.finish(own, len(rows), group=args.num_generations, state=state)
+            own, rows = trainer.resampling.filled(own, rows, place, version=state.global_step, state=state)
+        made = trainer.maker.finish(own, rows, group=args.num_generations, state=state)
         return self._logged(made)
 
     def _ask(self, place: Place, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -250,7 +250,7 @@ class OnlineTrainer(ReferenceTrainer):
         return Windows(args.written_at_a_time // count, count, repeats, ahead)
 
     def kept_columns(self) -> list[str]:
-        return ["prompt", "prompt_ids", "teacher_prompt_ids", "image", "images"]
+        return ["prompt", "prompt_ids", "teacher_prompt_ids", "privileged_context", "image", "images"]
 
     @property
     def rows_a_batch(self) -> int:

@@ -46,10 +46,11 @@ class KeptReference:
         saved = folder / REFERENCE
         if not saved.exists():
             if follows:
+                moved = self.trainer.args.following.option
                 raise ValueError(
-                    f"{folder} has no {REFERENCE}: with sync_ref_model=True the reference has moved since the run "
-                    "began, and where to is not known. Resume from a checkpoint that was saved with "
-                    "sync_ref_model=True and save_only_model=False, or start a new run from this model"
+                    f"{folder} has no {REFERENCE}: with {moved} the reference has moved since the run began, and "
+                    f"where to is not known. Resume from a checkpoint that was saved with {moved} and "
+                    "save_only_model=False, or start a new run from this model"
                 )
             logger.warning(
                 f"{folder} has no {REFERENCE}: it was saved without optimizer states, or by an earlier version, "

@@ -42,6 +42,7 @@ TRAINERS = (
     "distillation",
     "iw-opd",
     "sdft",
+    "sdpo",
     "masked-lm",
     "replaced-token-detection",
     "seq2seq",

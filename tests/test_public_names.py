@@ -67,6 +67,8 @@ NAMES = [
     "RichProgressCallback",
     "SDFTConfig",
     "SDFTTrainer",
+    "SDPOConfig",
+    "SDPOTrainer",
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",

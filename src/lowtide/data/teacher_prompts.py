@@ -1,9 +1,11 @@
 """The prompt that a teacher reads in place of the student's: the same question, and beside it what the student is not
-told, such as a demonstration. The tokens are those of TRL 1.16's `SDFTTrainer`.
+told, such as a demonstration. The tokens are those of TRL 1.16's `SDFTTrainer` and `SDPOTrainer`.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,59 @@ class TeacherPromptEncoder(PromptEncoder):
             )
         prompt = told_prompt(row[PROMPT], lambda text: filled(self.template, text, told), self.where(number))
         return self(prompt, number)
+
+
+@dataclass(frozen=True)
+class Reprompts:
+    """The templates of a teacher's prompt that shows a solution, feedback, or both."""
+
+    whole: str
+    """With the places {prompt}, {solution} and {feedback}."""
+    solution: str
+    """With the place {successful_previous_attempt}."""
+    feedback: str
+    """With the place {feedback_raw}."""
+
+    def filled(self, prompt: str, solution: str | None, feedback: str | None) -> str:
+        """The text of a teacher's prompt; what there is not is left out."""
+        solved = "" if solution is None else self.solution.format(successful_previous_attempt=solution)
+        said = "" if feedback is None else self.feedback.format(feedback_raw=feedback)
+        return self.whole.format(prompt=prompt, solution=solved, feedback=said)
+
+
+@dataclass(frozen=True)
+class RepromptEncoder(PromptEncoder):
+    """From a prompt, a solution and feedback to the token ids of the teacher's prompt."""
+
+    reprompts: Reprompts = Reprompts("{prompt}{solution}{feedback}", "", "")
+    gives_feedback: bool = False
+    """Whether the teacher is told the feedback of a row, in the column `privileged_context`."""
+
+    @property
+    def template(self) -> str:
+        """What the tokens depend on beside the prompt."""
+        return repr((self.reprompts, self.gives_feedback))
+
+    def of_row(self, row: Mapping[str, Any], number: int) -> list[int]:
+        """The token ids that the teacher reads where there is no solution.
+
+        Raises:
+            ValueError: as of any prompt; or a conversation does not end with a user.
+        """
+        return self.told(row, number, None, feedback_of(row) if self.gives_feedback else None)
+
+    def told(self, row: Mapping[str, Any], number: int, solution: str | None, feedback: str | None) -> list[int]:
+        """The token ids that the teacher reads; those of the prompt where there is neither."""
+        fill = functools.partial(self.reprompts.filled, solution=solution, feedback=feedback)
+        prompt = told_prompt(row[PROMPT], fill, self.where(number))
+        return self(prompt if solution is not None or feedback is not None else copy.copy(row[PROMPT]), number)
+
+
+def feedback_of(row: Mapping[str, Any]) -> str | None:
+    """What a row says of an attempt, in the column `privileged_context`: a text, or messages; None where nothing."""
+    given = row.get(PRIVILEGED)
+    told = as_told(given) if isinstance(given, str | list) else None
+    return told if told and told.strip() else None
 
 
 def filled(template: str, prompt: str, told: str) -> str:

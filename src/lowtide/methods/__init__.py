@@ -127,6 +127,11 @@ METHODS = MethodTable(
             "self-distillation fine-tuning: the policy's distributions after a prompt with a demonstration in it",
             module="lowtide.methods.online.sdft",
         ),
+        "sdpo": MethodRow(
+            "SDPO",
+            "self-distillation policy optimization: the policy's distributions after a prompt with a rewarded answer",
+            module="lowtide.methods.online.sdpo",
+        ),
         "grpo": MethodRow(
             "GRPO",
             "group relative policy optimization: completions that the model writes, rewarded against each other",

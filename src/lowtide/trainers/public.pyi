@@ -24,6 +24,7 @@ from lowtide.methods.online.online_dpo import OnlineDPOOptions
 from lowtide.methods.online.ppo import PPOOptions
 from lowtide.methods.online.rloo import RLOOOptions
 from lowtide.methods.online.sdft import SDFTOptions
+from lowtide.methods.online.sdpo import SDPOOptions
 from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.pretrain import PretrainOptions
 from lowtide.methods.replaced_token_detection import ReplacedTokenDetectionOptions
@@ -74,6 +75,9 @@ class DistillationArguments(Arguments, total=False):
 
 class SDFTArguments(Arguments, total=False):
     pass
+
+class SDPOArguments(Arguments, total=False):
+    reward_processing_classes: Any
 
 class GRPOArguments(Arguments, total=False):
     environment_factory: Any
@@ -147,6 +151,15 @@ class _AsSDFT(ReferenceTrainer):
         model: str | os.PathLike | nn.Module,
         args: TrainingArguments | None = ...,
         **named: Unpack[SDFTArguments],
+    ) -> None: ...
+
+class _AsSDPO(ReferenceTrainer):
+    def __init__(
+        self,
+        model: str | os.PathLike | nn.Module,
+        reward_funcs: Any = ...,
+        args: TrainingArguments | None = ...,
+        **named: Unpack[SDPOArguments],
     ) -> None: ...
 
 class _AsGRPO(ReferenceTrainer):
@@ -252,6 +265,11 @@ class IWOPDTrainer(_AsDistillation): ...
 class SDFTConfig(SDFTOptions, TrainingConfig): ...
 
 class SDFTTrainer(_AsSDFT): ...
+
+@dataclass
+class SDPOConfig(SDPOOptions, TrainingConfig): ...
+
+class SDPOTrainer(_AsSDPO): ...
 
 @dataclass
 class GRPOConfig(GRPOOptions, TrainingConfig): ...

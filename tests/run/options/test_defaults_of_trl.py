@@ -18,6 +18,7 @@ EXPERIMENTAL = {
     "ORPOConfig": "orpo",
     "OnlineDPOConfig": "online_dpo",
     "SDFTConfig": "sdft",
+    "SDPOConfig": "sdpo",
     "TPOConfig": "tpo",
 }
 CONFIGS = sorted(

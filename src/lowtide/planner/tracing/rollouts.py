@@ -247,7 +247,7 @@ class TracedRollout:
         count = 1 if budget else -(-options.per_device_train_batch_size // each)
         with without_modes():
             prompts = sorted(self.dataset[TEACHER_IDS], key=len, reverse=True)[:count]
-            whole = groups([{PROMPT_IDS: ids} for ids in prompts])
+            whole = groups([{PROMPT_IDS: [ids[-1]] * options.most_told(len(ids))} for ids in prompts])
         fake = batch.token_ids.fake_mode  # type: ignore[attr-defined]
         reference, objective = cast(ReferenceModel, self.runner.reference), self.runner.method_objective
         if not objective.taught:

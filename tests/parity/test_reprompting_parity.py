@@ -1,0 +1,118 @@
+"""lowtide's SDPOTrainer against TRL 1.16's: steps from the same weights, on the same completions and rewards.
+
+Both libraries are given the same completions, which depend on the prompt and on how often it was asked, and reward them
+by what they are; the teacher's prompts are each library's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from tests.support.references.parity_world import (
+    COMMON,
+    FIRST_STEPS,
+    Writer,
+    assert_likelihoods_agree,
+    build_model,
+    lora,
+    sums,
+    tokenizer,
+    user,
+)
+from tests.support.runs.online_runs import even_tokens
+
+trl = pytest.importorskip("trl.experimental.sdpo", reason="parity is against trl==1.16.0: install the bench extra")
+lowtide = pytest.importorskip("lowtide")
+
+SETTINGS = {
+    **{name: value for name, value in COMMON.items() if name != "train_sampling_strategy"},
+    **{"learning_rate": 1e-3, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 24},
+    "success_reward_threshold": 0.5,
+}
+OTHER_NAMES = ["reward_mean", "reward_std", "reward_min", "reward_max", "group_reward_std_mean", "flat_group_fraction"]
+UNLIKE = [
+    *(
+        f"self_distillation/{name}"
+        for name in (*OTHER_NAMES, "rewards/even_tokens", "distillation_loss", "policy_loss")
+    ),
+    *("sdpo/distillation_loss", "step_time"),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to distil; `flags` go to both libraries, `ours` to lowtide alone."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    chat: bool = False
+
+
+TWICE = {"num_iterations": 2}
+CASES = {
+    "the written token, with feedback, of conversations": Case(
+        {"include_environment_feedback": True, "gradient_accumulation_steps": 2}, chat=True
+    ),
+    "beside the policy's loss, learned from twice": Case(
+        {
+            **{"distillation_weight": 0.4, "dont_reprompt_on_self_success": False, "temperature": 0.7, **TWICE},
+            **{"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        },
+        {"tokens_per_microbatch": 60},
+    ),
+    "the policy's loss alone": Case({"distillation_weight": 0.0, "epsilon_high": 0.3, **TWICE}),
+    "likeliest tokens": Case(
+        {"distillation_mode": "topk_logits", "distillation_topk": 20, "distillation_add_tail": True, **TWICE},
+        {"prefix_sharing": False},
+    ),
+    "whole distributions, of the policy as it is": Case(
+        {"distillation_mode": "full_logits", "distillation_alpha": 0.3, "teacher_model_kind": "live"}
+    ),
+    "adapters": Case({"learning_rate": 1e-2, "teacher_model_kind": "base"}, lora=True),
+}
+
+
+def rows(count: int, chat: bool) -> Dataset:
+    asked = sums(count)
+    prompts: list[Any] = [[user(ask)] if chat else ask for ask, _ in asked]
+    told = [f"It was {len(answer)} long." if number % 3 else "" for number, (_, answer) in enumerate(asked)]
+    return Dataset.from_list(
+        [{"prompt": prompt, "privileged_context": each} for prompt, each in zip(prompts, told, strict=True)]
+    )
+
+
+def build_trainer(library: Any, case: Case, folder: Any, more: Any = None) -> Any:
+    flags, writer = SETTINGS | {"max_steps": FIRST_STEPS} | case.flags | (more or {}), Writer()
+    model = build_model("llama")
+    if library is trl:
+        model.save_pretrained(folder / "model")  # which TRL loads as the teacher
+        model.config._name_or_path = str(folder / "model")
+    trainer = library.SDPOTrainer(
+        model=model,
+        reward_funcs=even_tokens,
+        args=library.SDPOConfig(output_dir=str(folder / library.__name__), **flags),
+        train_dataset=rows(40, case.chat),
+        processing_class=tokenizer(),
+        peft_config=lora() if case.lora else None,
+    )
+    if library is lowtide:
+        trainer.rollout_func = writer
+    else:
+        trainer._generate = lambda prompt_ids: (prompt_ids, writer.completions(prompt_ids))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each == "adapters" else pytest.mark.slow) for each in CASES]
+)
+def test_steps_agree_with_trl(name, tmp_path):
+    """The loss, the gradient's norm and the metrics of every step."""
+    case = CASES[name]
+    theirs = build_trainer(trl, case, tmp_path)
+    ours = build_trainer(lowtide, case, tmp_path, case.ours)
+    assert_likelihoods_agree(theirs, ours, FIRST_STEPS, unlike=UNLIKE)

@@ -45,6 +45,13 @@ def of(values: dict[str, Any], folder: Path, **more: Any) -> tuple[str, dict[str
     return found.method, read_run_file(output, options_of_command(found.method).options), " ".join(found.lacks)
 
 
+@pytest.mark.parametrize(("rate", "typed"), [(5e-6, "5e-6"), (2.5e-05, "2.5e-05"), (0.001, "0.001"), (1e16, "1e16")])
+def test_a_number_is_written_as_people_write_it(rate, typed, tmp_path):
+    _, values, _ = of(LLAMA_FACTORY, tmp_path, learning_rate=rate)
+    assert f"\nlearning_rate: {typed}\n" in (tmp_path / "ours.yaml").read_text(encoding="utf-8")
+    assert values["learning_rate"] == rate
+
+
 def test_a_file_of_axolotl(tmp_path, capsys):
     method, values, lacks = of(AXOLOTL, tmp_path)
     assert method == "sft"

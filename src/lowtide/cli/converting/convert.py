@@ -60,9 +60,8 @@ class Converted:
         head = [f"From {source} of {self.trainer}.", self.command(output)]
         head += ["Not in it:"] if self.lacks else []
         head += [f"- {name}: {why}" for name, why in self.lacks.items()]
-        return "".join(f"# {line}\n" for line in head) + yaml.safe_dump(
-            dict(self.values), sort_keys=False, allow_unicode=True
-        )
+        values = {name: _as_typed(value) for name, value in self.values.items()}
+        return "".join(f"# {line}\n" for line in head) + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
     def command(self, output: Path) -> str:
         return f"lowtide {self.method} --config {shlex.quote(str(output))}"
@@ -123,6 +122,12 @@ def _checked(given: Translated, options: Mapping[str, Option]) -> tuple[dict[str
             lacks[_pair(name, value)] = "no word for it"
     first = {name: values[name] for name in FIRST if name in values}
     return first | values, lacks
+
+
+def _as_typed(value: Any) -> Any:
+    """`5e-6` in the place of YAML's `5.0e-06`, for the value of an option, which is read from either."""
+    digits, _, power = repr(value).partition("e")
+    return f"{digits}e{int(power)}" if isinstance(value, float) and digits.lstrip("-").isdigit() and power else value
 
 
 def _options(method: str) -> Mapping[str, Option]:

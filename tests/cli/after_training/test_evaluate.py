@@ -47,6 +47,15 @@ def test_the_loss_of_each_dataset_is_that_of_the_plain_model(talker, data, tmp_p
         assert f"{of_model[name]['loss']:.4g}" in shown
 
 
+def test_the_columns_of_the_run_are_those_of_rows_that_have_them(talker, data, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("model: M\ncolumns: {prompt: User Question, completion: Bot Answer}\n")
+    odd = tmp_path / "odd.csv"
+    odd.write_text("".join(f"{a};{b}\n" for a, b in [("User Question", "Bot Answer"), *SAID]))
+    found = losses(str(talker), "sft", file, [str(odd), data[0]], device="cpu")
+    assert found["odd"]["loss"] == pytest.approx(found["first"]["loss"], rel=1e-6)
+
+
 def test_as_json_what_is_printed_is_what_is_written(talker, data, tmp_path, capsys):
     output = tmp_path / "found.json"
     assert main(["evaluate", str(talker), "--data", *data, "--device", "cpu", "--output", str(output), "--json"]) == 0

@@ -59,6 +59,7 @@ def losses(
 
     from lowtide.cli.training.run_file import read_run_file
     from lowtide.cli.training.train import config_of, options_of_command
+    from lowtide.data.sources.columns import with_columns_there
     from lowtide.data.sources.load import load_rows
     from lowtide.option_values import options_of
     from lowtide.trainers.public import trainer_class
@@ -68,7 +69,8 @@ def losses(
     config: Any = config_of(method)
     kept = {name: value for name, value in values.items() if name in names}
     arguments = _reference(method, values, ref_model)
-    rows = {_name(path, data): load_rows(path) for path in data}
+    columns = values.get("columns") or {}
+    rows = {_name(path, data): with_columns_there(load_rows(path), columns) for path in data}
     with tempfile.TemporaryDirectory() as folder:
         args = config(
             output_dir=folder,

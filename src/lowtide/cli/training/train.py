@@ -166,13 +166,13 @@ class RunOptions:
 
     def load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
         """The rows to train on, and those to evaluate on if there are any, with the names of columns asked for."""
-        from lowtide.data.sources.columns import column_names, with_columns
+        from lowtide.data.sources.columns import with_columns, with_columns_there
 
         rows, evaluated = self._load(evaluates=evaluates)
         if not self.columns:
             return rows, evaluated
-        if evaluated is not None and {*self.columns.values()} & {*column_names(evaluated)}:
-            evaluated = with_columns(evaluated, self.columns)
+        if evaluated is not None:
+            evaluated = with_columns_there(evaluated, self.columns)
         return with_columns(rows, self.columns), evaluated
 
     def _load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:

@@ -52,3 +52,8 @@ def with_columns(rows: Any, columns: Mapping[str, Any], title: str = "columns") 
         rows = rows.remove_columns(left_out)
     renamed = {each: name for name, each in columns.items() if each != name}
     return entitled(rows.rename_columns(renamed) if renamed else rows, source)
+
+
+def with_columns_there(rows: Any, columns: Mapping[str, Any]) -> Any:
+    """As `with_columns`, for rows to evaluate on: those that have none of these columns have others' names already."""
+    return with_columns(rows, columns) if {*columns.values()} & {*column_names(rows)} else rows

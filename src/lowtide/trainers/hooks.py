@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from lowtide.compat.accelerate import leave_models_unwrapped, share_batches
 from lowtide.compat.torch import dropping_gradients_fast
@@ -54,6 +54,7 @@ from lowtide.trainers.optimizers import OptimizerMaker
 from lowtide.trainers.order import RowOrder, counted
 from lowtide.trainers.reports.metrics_file import MetricsFile
 from lowtide.trainers.reports.model_card import Card
+from lowtide.trainers.reports.notebook_plot import NotebookPlot
 from lowtide.trainers.reports.oom_report import explained
 from lowtide.trainers.reports.progress import RichProgress
 from lowtide.trainers.reports.run_log import RunLog
@@ -116,6 +117,7 @@ class LowtideTrainer(Trainer):
         self.add_callback(MetricsFile)
         if not self.args.disable_tqdm:
             RichProgress.replace_in(self)
+            NotebookPlot.add_to(self)
 
     # -- what runs ---------------------------------------------------------------------------------------------------
 
@@ -278,7 +280,12 @@ class LowtideTrainer(Trainer):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
         """As the Trainer's; a run that stops for want of memory says what would have helped.
 
         Raises:
@@ -289,7 +296,7 @@ class LowtideTrainer(Trainer):
         resuming = self.resuming.during_training(resume_from_checkpoint)
         with self._training(), self.stopping.during_training(), resuming as checkpoint:
             self.checkpoint_writer.last = checkpoint
-            return super().train(checkpoint, *args, **kwargs)
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:
@@ -304,9 +311,16 @@ class LowtideTrainer(Trainer):
                     self.batch_maker.end()
                     self.runner.end()
         except OutOfMemory as error:
+            self.ended_early()
             raise explained(cast(Any, self), error) from None
+        except BaseException:
+            self.ended_early()
+            raise
         finally:
             self.args.use_liger_kernel = liger
+
+    def ended_early(self) -> None:
+        """What a training leaves that was stopped, or failed; by default nothing."""
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from datasets import Dataset, concatenate_datasets
-from transformers import PreTrainedTokenizerBase, set_seed
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lowtide.data.batches.completion_rounds import round_features
 from lowtide.data.report.ledger import Ledger
@@ -79,6 +80,7 @@ class MethodTrainer(LowtideTrainer):
     config: ClassVar[type[TrainingConfig]]
     __signature__: ClassVar[inspect.Signature]
     training_run: TrainingRun
+    model: PreTrainedModel | PeftModel
     is_encoder_decoder: ClassVar[bool] = False
     needs_tokenizer: ClassVar[bool] = True
     """False where a subclass's `prepare` takes token rows as they are."""
@@ -144,7 +146,8 @@ class MethodTrainer(LowtideTrainer):
         self._check_rows("train", self.train_dataset)
         for name, dataset in by_name(self.eval_dataset).items():
             self._check_rows(name, dataset, trained_on=False)
-        self.add_callback(StartReport(cast(Any, self), run.engine))
+        self.start_report = StartReport(cast(Any, self), run.engine)
+        self.add_callback(self.start_report)
         self._advise()
 
     def _advise(self) -> None:
@@ -207,6 +210,10 @@ class MethodTrainer(LowtideTrainer):
             )
         self.compute_loss_func, self.preprocess_logits_for_metrics = compute_loss_func, preprocess_logits
         self.objective = self.own_loss.in_place_of(self.inner_objective)
+
+    def ended_early(self) -> None:
+        with contextlib.suppress(Exception):  # what ended the training is what is told
+            self.start_report.write_page()
 
     # -- what a subclass may override --------------------------------------------------------------------------------
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
+import pytest
+from transformers import TrainerCallback
+
 from lowtide.trainers.reports.run_page import PAGE, RunPage
-from tests.support.runs.small_runs import trained
+from tests.support.runs.small_runs import small, trained
 
 
 def empty(**given) -> RunPage:
@@ -27,6 +30,28 @@ def test_a_run_leaves_its_page(tmp_path):
         assert said in found
     assert str(tmp_path) not in found
     assert not re.search(r"(src|href)=|https?://", found)
+
+
+class Stops(TrainerCallback):
+    """Ends a run in its third step, as Ctrl-C or an error does."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == 2:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("a bug")])
+def test_a_run_that_ended_early_leaves_its_page_too(error, tmp_path):
+    trainer = small(tmp_path / "run", max_steps=5, logging_steps=1, save_strategy="no")
+    trainer.add_callback(Stops(error))
+    with pytest.raises(type(error)):
+        trainer.train()
+    found = (tmp_path / "run" / PAGE).read_text()
+    assert "<dd>2 of 5</dd>" in found
+    assert len(re.findall(r'points="\S+ \S+"', found)) == 1
 
 
 def test_a_curve_goes_from_its_first_step_to_its_last_between_its_extremes():

@@ -59,7 +59,7 @@ class RunPage:
         ]
         parts = [
             f'<h1>{escape(self.title)}</h1>\n<p class="about">{escape(self.about)}</p>\n{facts(self.facts)}',
-            *(_curves(name, names, self.logs) for name, names in CURVES.items()),
+            curves(self.logs),
             _section("Memory", [*states.items(), *raised]),
             _section("Rows", self.ledger),
             _section("The run", self.lines),
@@ -80,6 +80,11 @@ def _section(title: str, rows: Iterable[Sequence[str]]) -> str:
 def _evaluation(logs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     last: Mapping[str, Any] = next((each for each in reversed(logs) if "eval_runtime" in each), {})
     return [(name, f"{value:.4g}") for name, value in last.items() if isinstance(value, float)]
+
+
+def curves(logs: Sequence[Mapping[str, Any]]) -> str:
+    """The plots of what was logged, as HTML for a page with `STYLE`."""
+    return "\n".join(filter(None, (_curves(name, names, logs) for name, names in CURVES.items())))
 
 
 def _curves(title: str, names: Iterable[str], logs: Sequence[Mapping[str, Any]]) -> str:

@@ -195,14 +195,19 @@ class StartReport(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and not args.disable_tqdm:
             print("\n".join(self.summary()), file=sys.stderr, flush=True)
-        if state.is_world_process_zero and state.global_step > self.first_step:
-            with contextlib.suppress(OSError):  # the run is worth more than its page
-                self.page().write(Path(str(args.output_dir)) / PAGE)
+        self.write_page()
         if args.memory_report and state.is_world_process_zero:
             path = Path(args.memory_report)
             path.parent.mkdir(parents=True, exist_ok=True)
             with writing(path) as beside:
                 beside.write_text(json.dumps(self.memory_report(), indent=2) + "\n", encoding="utf-8")
+
+    def write_page(self) -> None:
+        """Writes `report.html` of the steps so far; nothing where none was made, or it cannot be written."""
+        trainer = self.trainer
+        if trainer.state.is_world_process_zero and trainer.state.global_step > self.first_step:
+            with contextlib.suppress(OSError):  # the run is worth more than its page
+                self.page().write(Path(str(trainer.args.output_dir)) / PAGE)
 
     def summary(self) -> list[str]:
         """What the training took, and its best checkpoint."""
@@ -229,8 +234,9 @@ class StartReport(TrainerCallback):
         trainer, args, state, card = self.trainer, self.trainer.args, self.trainer.state, self.trainer.card
         last = {name: value for each in state.log_history for name, value in each.items()}
         prediction, mark = trainer.run_log.prediction, trainer.run_log.mark
+        ended = f" of {state.max_steps:,}" if state.global_step < state.max_steps else ""
         figures = {
-            "steps": f"{state.global_step:,}",
+            "steps": f"{state.global_step:,}{ended}",
             "time of this training": str(timedelta(seconds=round(time.perf_counter() - self.begun))),
             "tokens": f"{last['num_tokens']:,.0f}" if "num_tokens" in last else None,
             "tokens a second": f"{last['tokens_per_second']:,.0f}" if "tokens_per_second" in last else None,

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from types import NoneType
+
+from transformers import TrainingArguments
 
 from lowtide.cli.training.option_table import TABLE, table
 from lowtide.cli.training.train import declared_options
 from lowtide.methods import METHODS
 from lowtide.methods.method import Method
+from lowtide.option import PATH
+from lowtide.option_values import Option, options_of
 from lowtide.run.options.configs import public_name
+from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.signatures import signature_of
 
 STUB = Path(__file__).parent.parent / "src/lowtide/trainers/public.pyi"
@@ -37,8 +45,19 @@ TYPES = {
     "formatting_func": "Callable | None",
     "tokenizer": "PreTrainedTokenizerBase | None",
     "model_init": "Callable | None",
+    "peft_config": "PeftConfig | None",
+    "quantization_config": "QuantizationConfigMixin | dict | None",
+    "reward_funcs": "Rewarding | list[Rewarding] | None",
+    "reward_processing_classes": "PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None",
+    "tools": "list[Callable] | None",
+    "environment_factory": "Callable | None",
+    "rollout_func": "Callable | None",
+    "judge": "BasePairwiseJudge | None",
+    "value_model": "str | os.PathLike | nn.Module | None",
 }
 """By argument; the others are of any type."""
+SHARED = "_Config"
+"""The class of the options that all configs share."""
 OF_ALL = {"tokenizer", "model_init"}
 """What all trainers take and no signature names."""
 
@@ -48,19 +67,23 @@ def stub() -> str:
     methods = [METHODS[name] for name in METHODS]
     parts = ["# Written by `python -m bench.stubs` from the table of methods.\n\n"]
     parts += ["import os\nfrom collections.abc import Callable, Mapping\nfrom dataclasses import dataclass\n"]
-    parts += ["from typing import Any, TypedDict, Unpack\n\n"]
-    parts += ["from datasets import Dataset, IterableDataset\nfrom torch import nn\n"]
-    parts += ["from transformers import PreTrainedTokenizerBase, TrainingArguments\n\n"]
+    parts += ["from typing import Any, Literal, TypedDict, Unpack\n\n"]
+    parts += ["from datasets import Dataset, IterableDataset\nfrom peft import PeftConfig\nfrom torch import nn\n"]
+    parts += ["from transformers import PreTrainedTokenizerBase, TrainingArguments\n"]
+    parts += ["from transformers.utils.quantization_config import QuantizationConfigMixin\n\n"]
     options = sorted({(each.options.__module__, each.options.__name__) for each in methods})
     imports = [
         *(f"from {module} import {name}\n" for module, name in options),
         "from lowtide.methods.method import Method\n",
+        "from lowtide.rollout.judges import BasePairwiseJudge\n",
         "from lowtide.run.options.training import TrainingConfig\n",
         "from lowtide.trainers.method import MethodTrainer\n",
         "from lowtide.trainers.reference import ReferenceTrainer\n",
     ]
     parts += sorted(imports, key=lambda line: line.split()[1])
+    parts += ["\nRewarding = str | nn.Module | Callable[..., Any]\n"]
     parts += ["\ndef trainer_class(method: Method) -> type[MethodTrainer]: ...\n"]
+    parts += [_config(SHARED, "TrainingConfig", choices_of(TrainingConfig))]
     named = [named_alone(method) for method in methods]
     of_all = frozenset[str].intersection(*named)
     parts += [_dictionary("Arguments", "TypedDict", of_all | OF_ALL)]
@@ -114,10 +137,28 @@ def _way(method: Method, arguments: str) -> str:
 
 
 def _classes(method: Method, way: str) -> str:
-    return (
-        f"\n@dataclass\nclass {public_name(method)}Config({method.options.__name__}, TrainingConfig): ...\n\n"
-        f"class {public_name(method)}Trainer({way}): ...\n"
-    )
+    config = _config(f"{public_name(method)}Config", f"{method.options.__name__}, {SHARED}", choices_of(method.options))
+    return f"{config}\nclass {public_name(method)}Trainer({way}): ...\n"
+
+
+def _config(name: str, bases: str, choices: Mapping[str, str]) -> str:
+    """A class of options, of which those with choices are declared anew."""
+    lines = [f"    {option}: {kind} = ..." for option, kind in choices.items()]
+    return "\n".join([f"\n@dataclass(kw_only=True)\nclass {name}({bases}):{'' if lines else ' ...'}", *lines, ""])
+
+
+def choices_of(config: type) -> dict[str, str]:
+    """By option of lowtide's own whose values are a few words, its type; where a path of one's own may stand among
+    them, any text is right. What `transformers.TrainingArguments` has too may be a member of an enumeration there."""
+    theirs = {each.name for each in fields(TrainingArguments)}
+    there = {name: each for name, each in options_of(config).items() if each.choices and name not in theirs}
+    return {name: _kinds(each) for name, each in there.items() if PATH not in each.choices}
+
+
+def _kinds(option: Option) -> str:
+    words = f"Literal[{', '.join(map(json.dumps, option.choices))}]"
+    written = {str: words, list: f"list[{words}]", bool: "bool", int: "int", float: "float", NoneType: "None"}
+    return " | ".join(text for kind, text in written.items() if kind in option.kinds)
 
 
 if __name__ == "__main__":

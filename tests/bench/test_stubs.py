@@ -15,18 +15,28 @@ from lowtide.run.options.configs import public_name
 from lowtide.trainers.signatures import signature_of
 
 RIGHT = """
-from lowtide import DPOConfig, DPOTrainer, GRPOTrainer, SFTTrainer
+from lowtide import DPOConfig, DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 SFTTrainer("m", None, compute_loss_func=print, callbacks=[], tokenizer=None)
 DPOTrainer("m", None, DPOConfig("out"), train_dataset=None)
 GRPOTrainer("m", [len], None, tools=[len])
+SFTConfig("out", truncation_mode="keep_end", base_weights="stream", loss_type="mine.loss", optim="muon")
+loss: float = SFTTrainer("m").train().training_loss
+SFTTrainer("m").model.save_pretrained("out")
 """
 WRONG = """
-from lowtide import DPOTrainer, PretrainTrainer, SFTTrainer
+from lowtide import DPOTrainer, GRPOTrainer, PretrainTrainer, SFTConfig, SFTTrainer
 SFTTrainer("m", trian_dataset=None)
 SFTTrainer("m", callbacks=3)
 SFTTrainer("m", ref_model="m")
 DPOTrainer("m", args="out")
 PretrainTrainer("m", formatting_func=print)
+GRPOTrainer("m", 3)
+SFTConfig("out", truncation_mode="keep_stat")
+SFTConfig("out", base_weights="streamed")
+SFTConfig("out", lerning_rate=1e-4)
+SFTTrainer("m").train(resume_from_chekpoint=True)
+print(SFTTrainer("m").train().traning_loss)
+SFTTrainer("m").model.save_pretraned("out")
 """
 
 
@@ -71,4 +81,4 @@ def test_a_wrong_name_and_a_wrong_type_of_an_argument_are_errors_in_an_editor(tm
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", "-p", str(tmp_path)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=500).stdout)
     wrong = {(each["file"].split("/")[-1], each["range"]["start"]["line"] + 1) for each in found["generalDiagnostics"]}
-    assert wrong == {("wrong.py", line) for line in range(3, 8)}
+    assert wrong == {("wrong.py", number) for number in range(3, 1 + len(WRONG.splitlines()))}

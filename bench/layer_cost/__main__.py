@@ -63,7 +63,7 @@ def layer_cost(name: str, device_name: str = "h200", **options: Any) -> dict[str
     run = _run(CASES[name], device, options)
     few = run.traced_layers(TRACED_LAYERS, device)
     layers = run.model.layers
-    one = few.costs["layers"].by_layer[MIDDLE]
+    one = {each: count for each, count in few.costs["layers"].by_layer[MIDDLE].items() if not each.view}
     whole = replace(few, costs={part: each.unrolled(layers) for part, each in few.costs.items()})
     step = sum(whole.costs[part].flops for part in ("layers", "optimizer"))
     return {

@@ -99,6 +99,7 @@ def test_rates_are_measured_once():
     assert rates.measured
     assert 1e8 < rates.flops["float32"] < 1e15
     assert 1e8 < rates.memory_bandwidth < 1e13
+    assert 1e-7 < rates.dispatch < 1e-3
 
 
 @pytest.mark.parametrize("device", [each for each in DEVICES.values() if each.sheet], ids=lambda each: each.name)

@@ -1,5 +1,6 @@
 """Costs of operations that are known by hand, and the time that a device takes for them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,14 @@ from lowtide.ops.attention.attention_blocks import Part, block_kernel
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.varlen_attention import rules_of, varlen_attention
 from lowtide.ops.logits.linear_logprobs import Term, linear_logprobs
-from lowtide.planner import speed
-from lowtide.planner.devices import DEVICES, Device, Rates
+from lowtide.planner.devices import DEVICES, DISPATCH_SECONDS, Device, Rates
 from lowtide.planner.speed import OperationCosts
 from lowtide.planner.tracing.substitutes.stand_ins import as_on
 from lowtide.ragged import RaggedBatch
 
 FLOAT, HALF = torch.float32, torch.bfloat16
-PLAIN = Device("plain", "cpu", 1 << 30, sheet=Rates({"float32": 1e9, "bfloat16": 4e9}, 1e9, 1e8, 1e8, measured=True))
+RATES = Rates({"float32": 1e9, "bfloat16": 4e9}, 1e9, 1e8, 1e8, dispatch=0.0, measured=True)
+PLAIN = Device("plain", "cpu", 1 << 30, sheet=RATES)
 
 
 class Counted(TorchDispatchMode):
@@ -175,13 +176,6 @@ def test_experts_compute_each_token_once():
 # -- time ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _no_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DISPATCH_SECONDS", "KERNEL_SECONDS"):
-        monkeypatch.setattr(speed, name, {"cpu": 0.0, "cuda": 0.0})
-
-
-@pytest.mark.usefixtures("_no_overhead")
 def test_an_operation_takes_what_bounds_it():
     assert counted(lambda: X + X).seconds(PLAIN) == pytest.approx(3600 / 1e9)  # bytes
     square = torch.ones(100, 100)
@@ -190,7 +184,6 @@ def test_an_operation_takes_what_bounds_it():
     assert counted(lambda: half @ half).seconds(PLAIN) == pytest.approx(2e6 / 4e9)
 
 
-@pytest.mark.usefixtures("_no_overhead")
 def test_transfers_go_on_beside():
     costs = counted(lambda: X + X)
     costs.host_bytes = 100
@@ -199,7 +192,6 @@ def test_transfers_go_on_beside():
     assert costs.seconds(PLAIN) == pytest.approx(1000 / 1e8)
 
 
-@pytest.mark.usefixtures("_no_overhead")
 def test_what_ranks_wait_for_comes_on_top():
     costs = counted(lambda: X + X)
     costs.sends(100)
@@ -209,8 +201,20 @@ def test_what_ranks_wait_for_comes_on_top():
 
 def test_small_operations_take_their_dispatch():
     costs = counted(lambda: [X.mul_(2) for _ in range(100)])
-    gpu = costs.seconds(DEVICES["H100-80GB"])
-    assert gpu == pytest.approx(100 * speed.DISPATCH_SECONDS["cuda"])
+    assert costs.seconds(DEVICES["H100-80GB"]) == pytest.approx(100 * DISPATCH_SECONDS)
+    slow = replace(PLAIN, sheet=replace(RATES, dispatch=1.0))
+    assert costs.seconds(slow) == pytest.approx(100, rel=1e-3)  # a CPU computes on top
+
+
+def test_views_take_the_host_a_part_of_an_operation():
+    def call() -> None:
+        x = torch.zeros(30, 10)
+        for _ in range(100):
+            x.view(10, 30).t()
+
+    costs = counted(call)
+    assert sum(costs.operations.values()) == 1
+    assert costs.seconds(DEVICES["H100-80GB"]) == pytest.approx((1 + 0.3 * 200) * DISPATCH_SECONDS)
 
 
 def test_a_faster_device_is_faster():

@@ -37,8 +37,10 @@ LINK_EFFICIENCY = 0.8
 """Share of a data sheet's rate that collectives reach between devices; assumed."""
 KERNEL_SECONDS = {"cuda": 2e-6, "cpu": 0.0}
 """Before a kernel does anything, and after it; assumed."""
-DISPATCH_SECONDS = {"cuda": 6e-6, "cpu": 4e-6}
-"""What Python, autograd and the dispatcher take for an operation. A GPU computes meanwhile, a CPU does not; assumed."""
+VIEW_SHARE = 0.3
+"""Of what Python, autograd and the dispatcher take for an operation, what they take for a view, or for memory that is
+only taken. With it one rate fits layers of transformers and PEFT and fused ones, with adapters and without, within a
+tenth (CPU seconds of `bench.layer_cost --host`)."""
 
 DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16")}
 """Those that devices have rates for; the others run at that of float32."""
@@ -57,6 +59,11 @@ class Operation(NamedTuple):
     attention: bool = False
     sent: int = 0
     """Bytes that it sends to ranks which wait for them."""
+    view: bool = False
+    """Whether it starts no kernel: the host alone has to do with it."""
+
+
+VIEW = Operation(0, 0, torch.float32, view=True)
 
 
 @dataclass
@@ -86,9 +93,9 @@ class OperationCosts:
             args: what it was called with; keywords in `kwargs`.
             out: what it returned.
         """
-        cost = cost_of(func, args, out, kwargs or {})
-        if cost is None:
-            return
+        if func.namespace == "prim":
+            return  # where a tensor is, which a trace alone asks
+        cost = cost_of(func, args, out, kwargs or {}) or VIEW
         shares = [(self.layer, 1.0)] if self.layer is not None else self._shares(args)
         for layer, share in shares:
             part = cost._replace(flops=round(cost.flops * share), bytes=round(cost.bytes * share))
@@ -108,14 +115,19 @@ class OperationCosts:
         return [(layer, size / total) for layer, size in sizes.items()] if total else [(None, 1.0)]
 
     @property
-    def operations(self) -> Counter[Operation]:
-        """All of them."""
+    def dispatched(self) -> Counter[Operation]:
+        """All that the host asks for, views too."""
         return sum(self.by_layer.values(), Counter())
+
+    @property
+    def operations(self) -> Counter[Operation]:
+        """Those that start a kernel."""
+        return Counter({each: count for each, count in self.dispatched.items() if not each.view})
 
     def unrolled(self, layers: int) -> OperationCosts:
         """The costs of a model with so many layers of the kind of the one in the middle."""
         seen = sorted(layer for layer in self.by_layer if layer is not None)
-        whole = self.operations
+        whole = self.dispatched
         if seen and layers > len(seen):
             for cost, count in self.by_layer[seen[len(seen) // 2]].items():
                 whole[cost] += count * (layers - len(seen))
@@ -136,13 +148,16 @@ class OperationCosts:
         is sent on top."""
         rates = device.rates
         product, bandwidth = (1.0, 1.0) if rates.measured else (PRODUCT_EFFICIENCY, BANDWIDTH_EFFICIENCY)
-        busy, started = 0.0, sum(self.operations.values())
-        for each, count in self.operations.items():
+        found = self.dispatched
+        views = sum(count for each, count in found.items() if each.view)
+        started = sum(found.values()) - views
+        busy = 0.0
+        for each, count in found.items():
             share = ATTENTION_EFFICIENCY if each.attention else product
             rate = rates.flops.get(DTYPES.get(each.dtype, ""), rates.flops["float32"]) * share
             busy += count * max(each.flops / rate, each.bytes / (rates.memory_bandwidth * bandwidth))
         busy += started * KERNEL_SECONDS[device.kind]
-        dispatched = started * DISPATCH_SECONDS[device.kind]
+        dispatched = (started + VIEW_SHARE * views) * rates.dispatch
         computed = busy + dispatched if device.kind == "cpu" else max(busy, dispatched)
         waited = self.sent_bytes / (rates.interconnect * (1.0 if rates.measured else LINK_EFFICIENCY))
         return max(computed + waited, self.host_bytes / rates.host_link)

@@ -158,7 +158,7 @@ def point_of(
         workspaces: {name: sum(each.values()) + sum(workspaces) - sum(first) for name, each in held.items()}
         for workspaces in spaces
     }
-    costs = {name: (each.operations, each.host_bytes) for name, each in traced.costs.items()}
+    costs = {name: (each.dispatched, each.host_bytes) for name, each in traced.costs.items()}
     return Point(traced.tokens, traced.micro_batches, traced.head_share, costs, phases, traced.notes)
 
 

@@ -61,9 +61,9 @@ class MemoryOptions:
         None, "Groups of heads that attention computes one after the other, for long rows. None: all at once.", COUNT
     )
     fused_layers: bool | None = option(
-        False,
+        None,
         "Run each decoder layer as one function, with a backward of its own and, on a GPU, Triton kernels: fewer "
-        "operations, less kept. For layers of Llama's form. None: on a GPU, where they can work.",
+        "operations, less kept. For layers of Llama's form. None: on a GPU, where they can be.",
     )
     techniques: list[str] | None = option(
         None,

@@ -245,6 +245,16 @@ def test_adapters_in_another_dtype_need_mixed_precision():
     assert why_not_fused(model, torch.bfloat16) is None
 
 
+def test_a_kernel_that_fails_leaves_layers_as_they_were(monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("PTXAS error: no such instruction\nand more")
+
+    model = prepared(build())
+    monkeypatch.setattr(fused_layers, "decoder_layer", fail)
+    with pytest.raises(ValueError, match=r"^its kernels fail here with RuntimeError: PTXAS error: no such instruction"):
+        fuse_layers(model)
+
+
 def _scale(model):
     for part in model.modules():
         if hasattr(part, "set_scale"):
@@ -295,12 +305,12 @@ def test_a_layer_that_has_changed_is_read_anew(change):
         assert_close(got, wanted, 5e-6)
 
 
-def _idle(model, fused_layers: bool | None = None, **options: object) -> str | None:
-    config = SFTConfig(use_cpu=True, bf16=False, report_to="none", fused_layers=fused_layers, **options)
+def _idle(model, **options: object) -> str | None:
+    config = SFTConfig(use_cpu=True, bf16=False, report_to="none", **options)
     return TECHNIQUES["fused layers"].idle(Site(config, model, torch.device("cpu")))
 
 
-def test_layers_are_fused_on_a_gpu_alone_where_they_can_be():
+def test_by_default_layers_are_fused_on_a_gpu_where_they_can_be():
     model, other = prepared(build()), prepared(build("phi3"))
     assert _idle(model) == ""
     assert _idle(model, fused_layers=True) is None

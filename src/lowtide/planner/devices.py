@@ -40,11 +40,11 @@ NETWORK = 100 / 8 / 8 * GIGA
 """Bytes a second to other machines for each GPU, where a data sheet does not say it: a link of 100 Gbit/s for 8;
 assumed."""
 DISPATCH_SECONDS = 36e-6
-"""What a GPU's host takes for an operation of a training step, with Python, autograd and the dispatcher: of five runs on
-the virtual machine of an H200 four are within 11% with it, one 22% too slow. Other hosts take less or more."""
+"""What a GPU's host takes for an operation of a training step, with Python, autograd and the dispatcher: of five runs
+on the virtual machine of an H200 four are within 11% with it, one 22% too slow. Other hosts take less or more."""
 DISPATCH_TIMES = 6.5
-"""So many times as long as one addition in place: 6 on that machine (36 for 6 us), 6.5 to 7.9 on an Intel Xeon, for four
-kinds of layers."""
+"""So many times as long as one addition in place: 6 on that machine (36 for 6 us), 6.5 to 7.9 on an Intel Xeon, for
+four kinds of layers."""
 DISK = 1 * GIGA
 """Bytes a second of a disk, to which a run on a CPU offloads, and of a network: assumed, not measured."""
 

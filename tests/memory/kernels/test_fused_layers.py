@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from lowtide import SFTConfig
 from lowtide.compat.transformers import checkpointed_layers
-from lowtide.engine.forward import causal_model
+from lowtide.engine.forward import causal_model, score
 from lowtide.memory.kernels import fused_layers
 from lowtide.memory.kernels.fused_layers import fuse_layers, why_not_fused
 from lowtide.memory.table import TECHNIQUES
@@ -25,7 +26,7 @@ from lowtide.step.metrics import Totals
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
-from tests.support.models.fused_families import FAMILIES, WAYS, adapted, family, run
+from tests.support.models.fused_families import FAMILIES, MIXTURES, WAYS, adapted, family, run
 from tests.support.models.tiny_models import (
     RaggedBatch,
     assert_close,
@@ -58,6 +59,47 @@ def test_a_step_is_that_of_the_layers_as_they_were(kind, way, checkpointing):
         assert_close(got, wanted, 5e-6)
     undo()
     assert_same(run(fused, separate())[1], run(plain, separate())[1])
+
+
+MIXED = [
+    (kind, way)
+    for kind in MIXTURES
+    for way in WAYS
+    if "dropout" not in way or kind == "gpt_oss"  # PEFT's adapters of the others' experts drop nothing
+]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("kind", "way"), slow_but([("mixtral", "LoRA")], MIXED))
+def test_attention_of_mixtures_is_that_of_the_layers_as_they_were(kind, way, checkpointing):
+    plain, fused = (prepared(adapted(family(kind), way)) for _ in range(2))
+    if checkpointing:
+        checkpointed(plain)
+        checkpointed(fused)
+    undo = fuse_layers(fused)
+    for batch in (separate(), shared()):
+        wanted_loss, wanted = run(plain, batch)
+        loss, got = run(fused, batch)
+        torch.testing.assert_close(loss, wanted_loss)
+        assert_close(got, wanted, 5e-6)
+    undo()
+    assert_same(run(fused, separate())[1], run(plain, separate())[1])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_routers_of_mixtures_balance_their_load(checkpointing):
+    plain, fused = (prepared(family("qwen3_moe")) for _ in range(2))
+    if checkpointing:
+        checkpointed(plain)
+        checkpointed(fused)
+    fuse_layers(fused)
+    found = []
+    for model in (plain, fused):
+        scores = score(model, separate(), aux_loss=True)
+        (scores.aux_loss - scores.scored.mean()).backward()
+        found.append((scores.aux_loss.detach(), gradients(model)))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert_close(found[1][1], found[0][1], 5e-6)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -305,7 +347,7 @@ def test_a_layer_that_has_changed_is_read_anew(change):
         assert_close(got, wanted, 5e-6)
 
 
-def _idle(model, **options: object) -> str | None:
+def _idle(model, **options: Any) -> str | None:
     config = SFTConfig(use_cpu=True, bf16=False, report_to="none", **options)
     return TECHNIQUES["fused layers"].idle(Site(config, model, torch.device("cpu")))
 

@@ -21,11 +21,20 @@ FAMILIES = {
     "olmo2": {},
     "olmo3": {"sliding_window": 5},
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "head_dim": 8, "mlp_only_layers": [1]},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5},
+}
+"""Families of which attention and norms can be."""
 WAYS = ["full", "LoRA", "LoRA with dropout"]
 
 
 def family(kind: str, **changes: object):
-    return build(kind.split()[0], **{**FAMILIES[kind], **changes})
+    return build(kind.split()[0], **{**(FAMILIES | MIXTURES)[kind], **changes})
 
 
 def adapted(model, way: str):

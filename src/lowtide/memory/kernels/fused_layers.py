@@ -29,10 +29,17 @@ from torch import Tensor, nn
 from lowtide.compat.bitsandbytes import dense_of
 from lowtide.compat.peft import PlainLora, linear_of, marks_of_linear, plain_lora
 from lowtide.compat.torch import FakeTensor, children_of, has_module_hooks, parameters_in
-from lowtide.compat.transformers import attention_function, attention_implementation, checkpointed_layers, plain_forward
+from lowtide.compat.transformers import (
+    attention_function,
+    attention_implementation,
+    checkpointed_layers,
+    plain_forward,
+    run_checkpointed,
+)
 from lowtide.memory.allocators.out_of_memory import first_line
 from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
-from lowtide.ops.layers.decoder_layer import DecoderLayer, decoder_layer
+from lowtide.ops.layers.attention_half import attention_half, normed
+from lowtide.ops.layers.decoder_layer import Attend, DecoderLayer, Rotary, decoder_layer
 from lowtide.ops.layers.layer_kernels import Activation, Norm
 from lowtide.ops.layers.lora_linear import Adapter, Projection, Together
 from lowtide.ops.target import autocast_dtype
@@ -45,12 +52,17 @@ FAMILIES: dict[str, dict[str, str]] = {
     "GemmaDecoderLayer": {},
     "GraniteDecoderLayer": {},
     "LlamaDecoderLayer": {},
+    "GptOssDecoderLayer": {**WINDOW, "s_aux": "sinks"},
     "MinistralDecoderLayer": WINDOW,
     "MistralDecoderLayer": {"sliding_window": "config.sliding_window"},
+    "MixtralDecoderLayer": {"sliding_window": "config.sliding_window"},
     "Olmo2DecoderLayer": {},
     "Olmo3DecoderLayer": WINDOW,
+    "OlmoeDecoderLayer": {},
     "Qwen2DecoderLayer": WINDOW,
+    "Qwen2MoeDecoderLayer": {},
     "Qwen3DecoderLayer": WINDOW,
+    "Qwen3MoeDecoderLayer": WINDOW,
     "SmolLM3DecoderLayer": WINDOW,
 }
 """By the class of a layer, what its attention passes on beside what all do, and in which of its attributes it is."""
@@ -60,6 +72,10 @@ CENTRED = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
 """Norms that multiply by 1 + weight."""
 ATTENTION, OUTPUT, GATES, DOWN = ("q_proj", "k_proj", "v_proj"), "o_proj", ("gate_proj", "up_proj"), "down_proj"
 LINEARS = {*ATTENTION, OUTPUT, *GATES, DOWN}
+PAIRS = {"GptOssDecoderLayer"}
+"""Layers whose experts give how they were chosen, too."""
+HALF_TABLES = {"GptOssDecoderLayer"}
+"""Layers that get cosines and sines of half a head, which are the other half's too."""
 HEAD_NORMS = ("q_norm", "k_norm")
 NORMS = {
     "pre_feedforward_layernorm": (
@@ -150,14 +166,16 @@ def _why_not(layer: Any, computed_in: torch.dtype | None) -> str | None:
     attention = layer.self_attn
     if attention_implementation(attention.config) != NAME:
         return "rows are padded: fused layers need padding_free=True"
-    if _activation(attention.config) not in ACTIVATIONS:
+    if _knows_mlp(layer) and _activation(attention.config) not in ACTIVATIONS:
         return f"its MLP has the activation {_activation(attention.config)!r}, not {' or '.join(ACTIVATIONS)}"
     if attention.attention_dropout:
         return f"its attention drops weights at random (attention_dropout={attention.attention_dropout:g})"
+    if getattr(attention.config, "clip_qkv", None) is not None:
+        return f"its attention clips queries, keys and values (clip_qkv={attention.config.clip_qkv:g})"
     if layer.gradient_checkpointing and plain_forward(layer) is type(layer).forward:
         return "this version of transformers checkpoints around a layer: upgrade it, or leave checkpointing off"
     for path, part in layer.named_modules():
-        if path and (reason := _why_not_part(path, part)):
+        if path and (_knows_mlp(layer) or not path.startswith("mlp")) and (reason := _why_not_part(path, part)):
             return reason
     found = layer.post_attention_layernorm.weight
     with torch.autocast(found.device.type, computed_in, enabled=computed_in is not None):
@@ -183,8 +201,14 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 
 
 def _linears(layer: Any) -> list[Any]:
-    names = [(layer.self_attn, each) for each in (*ATTENTION, OUTPUT)] + [(layer.mlp, each) for each in (*GATES, DOWN)]
+    of_mlp = (*GATES, DOWN) if _knows_mlp(layer) else ()
+    names = [(layer.self_attn, each) for each in (*ATTENTION, OUTPUT)] + [(layer.mlp, each) for each in of_mlp]
     return [getattr(owner, name) for owner, name in names]
+
+
+def _knows_mlp(layer: Any) -> bool:
+    """Whether a layer's MLP is a gate, up and down; that of a mixture of experts runs as it is."""
+    return all(name in children_of(layer.mlp) for name in (*GATES, DOWN))
 
 
 def _passed_on(attention: Any) -> dict[str, Any]:
@@ -234,8 +258,22 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
     attention = self.self_attn
     beside = {name: each for name, each in kwargs.items() if name not in PASSED}
     attend = _Call(attention, {**beside, **known.passed_on})
-    recompute = self.gradient_checkpointing and self.training
-    return decoder_layer(known.layer, hidden_states, _rotary(attention, kwargs), attend, dtype, recompute=recompute)
+    recompute, rotary = self.gradient_checkpointing and self.training, _rotary(self, kwargs)
+    if known.layer.gates.parts:
+        return decoder_layer(known.layer, hidden_states, rotary, attend, dtype, recompute=recompute)
+    run = partial(_mixture, self, known.layer, rotary, attend, dtype)
+    return run_checkpointed(self, run, hidden_states) if recompute else run(hidden_states)
+
+
+def _mixture(
+    self: Any, layer: DecoderLayer, rotary: Rotary | None, attend: Attend, dtype: torch.dtype, hidden: Tensor
+) -> Tensor:
+    """A layer whose MLP runs as it is."""
+    mid = attention_half(layer, hidden, rotary, attend, dtype)
+    before, after = layer.norms[1], layer.after[1]
+    out = self.mlp(mid if before is None else normed(mid, before, mid.dtype))
+    out = out[0] if isinstance(out, tuple) else out  # experts that tell how they were chosen
+    return torch.add(mid, out if after is None else normed(out, after, out.dtype), alpha=layer.factor)
 
 
 def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -247,11 +285,11 @@ def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
     return autocast_dtype(hidden.device) or hidden.dtype
 
 
-def _rotary(attention: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    if not getattr(attention, "use_rope", True):
+def _rotary(layer: Any, kwargs: dict[str, Any]) -> Rotary | None:
+    if not getattr(layer.self_attn, "use_rope", True):
         return None
     cos, sin = (each.reshape(-1, each.shape[-1]) for each in kwargs["position_embeddings"])
-    return cos, sin
+    return (cos.repeat(1, 2), sin.repeat(1, 2)) if _family(layer) in HALF_TABLES else (cos, sin)
 
 
 def _known_layer(layer: Any, dtype: torch.dtype) -> _Known | None:
@@ -287,13 +325,13 @@ def _read(layer: Any, dtype: torch.dtype) -> DecoderLayer | str:
         parts.append(part)
     before, after = next(names for name, names in NORMS.items() if hasattr(layer, name))
     of_heads = tuple(_norm(attention, name) for name in HEAD_NORMS)
-    query, key, value, output, gate, up, down = parts
+    query, key, value, output, *of_mlp = parts
     return DecoderLayer(
         norms=(_norm(layer, before[0]), _norm(layer, before[1])),
         attention=Together((query, key, value)),
         output=Together([output]),
-        gates=Together((gate, up)),
-        down=Together([down]),
+        gates=Together(of_mlp[:2]),
+        down=Together(of_mlp[2:]),
         dim=attention.head_dim,
         after=(_norm(layer, after[0]), _norm(layer, after[1])),
         head_norms=None if of_heads[0] is None or of_heads[1] is None else (of_heads[0], of_heads[1]),
@@ -343,10 +381,10 @@ def _norm(owner: Any, name: str | None) -> Norm | None:
 
 def _why_unlike(layer: Any, computed_in: torch.dtype | None) -> str | None:
     """Runs a layer both ways on random tokens; the reason if their numbers differ, None if they do not."""
-    parameters = [each for each in layer.parameters() if each.requires_grad]
     if any(isinstance(each, FakeTensor) or each.is_meta for each in layer.parameters()):
         return None  # nothing to compute with
-    with _plainly(layer):
+    with _plainly(layer), _without_unknown_mlp(layer):
+        parameters = [each for each in layer.parameters() if each.requires_grad]
         expected = _numbers(layer, partial(type(layer).forward, layer), parameters, computed_in)
         try:
             found = _numbers(layer, partial(_forward, layer), parameters, computed_in)
@@ -384,6 +422,29 @@ def _plainly(layer: Any) -> Iterator[None]:
             part.training = True
 
 
+class _AsItIs(nn.Module):
+    """In the place of an MLP."""
+
+    def __init__(self, several: bool) -> None:
+        super().__init__()
+        self.several = several
+
+    def forward(self, x: Tensor) -> Any:
+        return (x, None) if self.several else x
+
+
+@contextlib.contextmanager
+def _without_unknown_mlp(layer: Any) -> Iterator[None]:
+    """Has an MLP that runs as it is in both ways give its input, since rounding may choose other experts."""
+    own = layer.mlp
+    if not _knows_mlp(layer):
+        layer.mlp = _AsItIs(_family(layer) in PAIRS)
+    try:
+        yield
+    finally:
+        layer.mlp = own
+
+
 def _numbers(
     layer: Any, forward: Callable[..., Tensor], parameters: list[nn.Parameter], computed_in: torch.dtype | None
 ) -> list[Tensor]:
@@ -395,7 +456,8 @@ def _numbers(
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(weight)
 
-    angles = torch.rand(1, tokens, dim // 2, generator=generator).mul_(6).repeat(1, 1, 2)
+    angles = torch.rand(1, tokens, dim // 2, generator=generator).mul_(6)
+    angles = angles if _family(layer) in HALF_TABLES else angles.repeat(1, 1, 2)
     x, grad = random(1, tokens, width).requires_grad_(), random(1, tokens, width)
     with torch.autocast(weight.device.type, computed_in, enabled=computed_in is not None):
         out = forward(

@@ -59,7 +59,7 @@ class DecoderLayer:
     output: Together
     """Of what attention gathers."""
     gates: Together
-    """Gate and up."""
+    """Gate and up; of a layer whose MLP is not known (`attention_half`) none."""
     down: Together
     dim: int
     """Width of a head."""
@@ -102,7 +102,7 @@ def decoder_layer(
     if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
         x = hidden.reshape(-1, hidden.shape[-1])
         with without_autocast(x.device):
-            return _Pass(layer, attend, dtype, rotary).forward(x).view(hidden.shape)
+            return Pass(layer, attend, dtype, rotary).forward(x).view(hidden.shape)
     cos, sin = rotary or (None, None)
     return _Layer.apply(_How(layer, attend, dtype, recompute), hidden, cos, sin, *parameters)
 
@@ -125,14 +125,14 @@ class _Attended(NamedTuple):
     out: Float[Tensor, "tokens gathered"]
 
 
-class _Raw(NamedTuple):
+class Raw(NamedTuple):
     """Queries and keys before the norms of heads."""
 
     query: Float[Tensor, "tokens heads dim"]
     key: Float[Tensor, "tokens kv_heads dim"]
 
 
-class _Pass:
+class Pass:
     """One pass through a layer, forward or backward, with what it has computed so far.
 
     Args:
@@ -153,6 +153,11 @@ class _Pass:
         self.found: dict[int, Tensor] = {}
         """By the `id` of a norm's weight, its gradient."""
 
+    @property
+    def how(self) -> tuple[DecoderLayer, Attend, torch.dtype]:
+        """What another pass through the layer is made of, but the rotary embeddings."""
+        return self.layer, self.attention_of, self.dtype
+
     # -- forward --------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,14 +174,14 @@ class _Pass:
         """What products take of a residual, and by what its rows were multiplied for that, if they were."""
         return (x.to(self.dtype), None) if norm is None else rms_norm(x, norm, self.dtype)
 
-    def heads(self, normed: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], _Raw | None]:
+    def heads(self, normed: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Raw | None]:
         """Queries, keys and values of a normed input, as attention takes them, and as the norms of heads do."""
         layer, dim = self.layer, self.layer.dim
         self.attention.reduce(normed)
         query, key, value = (self.attention.product(normed, each).view(len(normed), -1, dim) for each in range(3))
         raw = None
         if layer.head_norms is not None:
-            raw = _Raw(query, key)
+            raw = Raw(query, key)
             query, key = (
                 rms_norm(_rows(each, norm), norm, self.dtype)[0].view(each.shape)
                 for each, norm in zip(raw, layer.head_norms, strict=True)
@@ -259,7 +264,7 @@ class _Pass:
         x: Tensor,
         normed: tuple[Tensor, Tensor | None],
         attended: _Attended,
-        before: tuple[_Raw | None, Tensor | None],
+        before: tuple[Raw | None, Tensor | None],
         on: bool,
     ) -> Tensor | None:
         """The gradient at the layer's input, of that at the residual after attention; None unless it goes on.
@@ -270,15 +275,34 @@ class _Pass:
             before: queries and keys before their norms, and what was normed after attention.
             on: whether the gradient at the input, or at the norm's weight, is wanted.
         """
-        layer, (raw, given) = self.layer, before
-        outer, gathered = self._of_added(grad, given, layer.after[0]), attended.out.detach()
+        raw, given = before
+        slopes = self.output_backward(grad, attended.out.detach(), given)
+        found = [*torch.autograd.grad(attended.out, attended[:3], slopes)]
+        del slopes
+        return self.heads_backward(found, x, normed, raw, on, add=grad)
+
+    def output_backward(self, grad: Tensor, gathered: Tensor, given: Tensor | None) -> Tensor:
+        """The gradient at what attention gathered, of that at the residual after it."""
+        outer = self._of_added(grad, given, self.layer.after[0])
         slopes = self.output.input_gradient([outer])
         self.output.weight_gradients(gathered, [outer])
-        del outer, gathered
-        found = torch.autograd.grad(attended.out, attended[:3], slopes)
-        del slopes
+        return slopes
+
+    def heads_backward(
+        self,
+        found: list[Tensor],
+        x: Tensor,
+        normed: tuple[Tensor, Tensor | None],
+        raw: Raw | None,
+        on: bool,
+        add: Tensor | None = None,
+    ) -> Tensor | None:
+        """The gradient at the layer's input, of those at queries, keys and values as attention takes them (which are
+        taken out of their list, and written over); with `add` added to it. Other arguments as `attention_backward`
+        takes them."""
+        layer = self.layer
         query, key, value = (each.to(self.dtype).contiguous() for each in found)
-        del found
+        found.clear()
         if self.rotary is not None:
             rotate_(query, key, *self.rotary, back=True)
         if raw is not None and layer.head_norms is not None:
@@ -291,7 +315,7 @@ class _Pass:
             return None
         slopes = self.attention.input_gradient(grads)
         del query, key, value, grads
-        return self._norm_backward(slopes, x, normed[1], layer.norms[0], add=grad)
+        return self._norm_backward(slopes, x, normed[1], layer.norms[0], add=add)
 
     def _head_norm_backward(self, grad: Tensor, raw: Tensor, norm: Norm) -> Tensor:
         rows = _rows(raw, norm)
@@ -341,7 +365,7 @@ class _Layer(torch.autograd.Function):
         ctx.how, ctx.parameters = how, parameters
         layer, attend, dtype, recompute = how
         x = hidden.reshape(-1, hidden.shape[-1])
-        work = _Pass(layer, attend, dtype, None if cos is None or sin is None else (cos, sin))
+        work = Pass(layer, attend, dtype, None if cos is None or sin is None else (cos, sin))
         ctx.attended, kept = None, []
         with without_autocast(x.device):
             ctx.surroundings = Surroundings(hidden, layer.random)
@@ -366,11 +390,11 @@ class _Layer(torch.autograd.Function):
         norm = layer.norms[0]
         goes_on = ctx.needs_input_grad[HIDDEN] or (norm is not None and norm.weight.requires_grad)
         with ctx.surroundings.restored():
-            work = _Pass(layer, attend, dtype, None if cos is None else (cos, sin), back=True)
+            work = Pass(layer, attend, dtype, None if cos is None else (cos, sin), back=True)
             normed = work.normed(x, norm)
             if kept:
                 mid, gate, up, first, second, *both = kept
-                attended, raw, gated = ctx.attended, _Raw(*both) if both else None, (gate, up)
+                attended, raw, gated = ctx.attended, Raw(*both) if both else None, (gate, up)
                 ctx.attended = None
                 work.attention.reduce(normed[0])
                 work.output.reduce(attended.out.detach())

@@ -176,8 +176,8 @@ def _why_not_fused(site: Site) -> str | None:
     if "stream" in (options.base_weights, options.trained_weights):
         return "weights that are streamed come for a layer's own forward: switch one of them off"
     split = (sharding.sequence_parallel, sharding.tensor_parallel, sharding.pipeline_parallel)
-    if sharding.cuts_weights or sharding.by_deepspeed or max(split) > 1:
-        return "layers are fused on ranks that hold whole copies alone, whose forward sees whole rows: leave it off"
+    if sharding.by_deepspeed or max(split) > 1:
+        return "layers are fused on ranks whose forward sees whole rows and whole weights (fsdp, copies): leave it off"
     target = target_of(next(site.model.parameters()))
     if target.kind == "cuda" and (target.capability < (8, 0) or not (target.planned or has_triton())):
         return "its kernels are Triton's, for GPUs from compute capability 8.0 on: install triton, or leave it off"

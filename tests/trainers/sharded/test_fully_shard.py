@@ -51,6 +51,14 @@ CASES: dict[str, dict[str, Any]] = {
     "Lion": {"kind": "SFT", "optim": "lion_32bit"},
     "grouped": {"kind": "SFT", "train_sampling_strategy": "group_by_length", "rows": 6},
     "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0},
+    "fused layers": {"kind": "DPO", "fused_layers": True, "tokens_per_microbatch": 90},
+    "fused layers, LoRA, checkpointing": {
+        "kind": "SFT",
+        "lora": True,
+        "fused_layers": True,
+        "gradient_checkpointing": True,
+    },
+    "fused layers, experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0, "fused_layers": True},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},

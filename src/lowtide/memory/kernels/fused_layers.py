@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lowtide.compat.bitsandbytes import dense_of
 from lowtide.compat.peft import PlainLora, linear_of, marks_of_linear, plain_lora
-from lowtide.compat.torch import FakeTensor, children_of, has_module_hooks, parameters_in
+from lowtide.compat.torch import FakeTensor, children_of, gathered, has_module_hooks, parameters_in
 from lowtide.compat.transformers import (
     attention_function,
     attention_implementation,
@@ -117,12 +117,13 @@ def fuse_layers(model: nn.Module, computed_in: torch.dtype | None = None) -> Cal
     proofs: dict[Any, str | None] = {}
     reasons: dict[int, str] = {}
     for number, layer in enumerate(layers):
-        reason = _why_not(layer, computed_in)
-        if reason is None:
-            kind = _kind(layer)
-            if kind not in proofs:
-                proofs[kind] = _why_unlike(layer, computed_in)
-            reason = proofs[kind]
+        with gathered(model, layer):
+            reason = _why_not(layer, computed_in)
+            if reason is None:
+                kind = _kind(layer)
+                if kind not in proofs:
+                    proofs[kind] = _why_unlike(layer, computed_in)
+                reason = proofs[kind]
         if reason is not None:
             reasons[number] = reason
     fused = [layer for number, layer in enumerate(layers) if number not in reasons]
@@ -148,8 +149,14 @@ def why_not_fused(model: nn.Module, computed_in: torch.dtype | None = None) -> s
     if not any(_family(layer) in FAMILIES for layer in layers):
         known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in FAMILIES))
         return f"it knows the decoder layers of {known}, and this model has none of them: leave fused_layers off"
-    reasons = [_why_not(layer, computed_in) for layer in layers]
-    return None if None in reasons else f"{reasons[0]}: leave fused_layers off"
+    first: str | None = None
+    for layer in layers:
+        with gathered(model, layer):
+            reason = _why_not(layer, computed_in)
+        if reason is None:
+            return None
+        first = first or reason
+    return f"{first}: leave fused_layers off"
 
 
 # -- which layers -------------------------------------------------------------------------------------------------

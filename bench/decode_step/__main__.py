@@ -42,11 +42,12 @@ CASES = {
 }
 
 
-def decode_step(name: str, **sampling: Any) -> dict[str, Any]:
+def decode_step(name: str, *, fused: bool = True, **sampling: Any) -> dict[str, Any]:
     """Counts a case.
 
     Args:
         name: of `CASES`.
+        fused: layers run as one function each, as they do on a GPU; else as transformers and PEFT have them.
         sampling: how tokens are drawn, as `Sampling` takes it.
 
     Returns:
@@ -56,12 +57,14 @@ def decode_step(name: str, **sampling: Any) -> dict[str, Any]:
     import torch
 
     from lowtide.ops.capture import Watch, difference
+    from lowtide.ops.layers import layer_kernels
     from lowtide.ops.target import planning_for
+    from lowtide.planner.tracing.substitutes.stand_ins import pass_over_layer
     from lowtide.rollout.generators.decoding import Decoder
     from lowtide.rollout.generators.generator import Request, Sampling
     from lowtide.rollout.generators.ragged import RaggedGenerator
 
-    model, layers = _model(CASES[name])
+    model, layers = _model(CASES[name], fused)
     kernels = Kernels(model.model.layers[1])
     requests = [Request([5 + number] * PROMPT_TOKENS, COUNT) for number in range(PROMPTS)]
     make = Decoder.step
@@ -72,7 +75,7 @@ def decode_step(name: str, **sampling: Any) -> dict[str, Any]:
             kernels.begin()
             make(decoder, whole)
 
-        with patch.object(Decoder, "step", step):
+        with patch.object(Decoder, "step", step), patch.object(layer_kernels, "launch", pass_over_layer):
             RaggedGenerator().generate(model, requests, Sampling(TOKENS, **sampling))
     steps = watch.steps[1 - TOKENS :]
     per_layer, rest = (
@@ -117,13 +120,14 @@ class Kernels:
         self.inside = inside
 
 
-def _model(case: Case) -> tuple[Any, int]:
+def _model(case: Case, fused: bool) -> tuple[Any, int]:
     """On the meta device, prepared to write, with `TRACED_LAYERS` of its layers; and how many it has."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     from lowtide.engine.forward import install
+    from lowtide.memory.kernels.fused_layers import fuse_layers
     from lowtide.ops.capture import Watch
     from lowtide.planner.answers.known_models import known_config
 
@@ -137,6 +141,8 @@ def _model(case: Case) -> tuple[Any, int]:
             get_peft_model(model, adapters, autocast_adapter_dtype=False).to(torch.bfloat16)
     with Watch(torch.device("meta")):  # which answers what is asked of weights
         install(model)
+        if fused:
+            fuse_layers(model)
     return model, layers
 
 
@@ -144,9 +150,10 @@ def main(argv: list[str] | None = None) -> int:
     """Counts and prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=SUMMARY)
     parser.add_argument("case", choices=CASES)
+    parser.add_argument("--stock", action="store_true", help="layers as transformers and PEFT have them, not fused")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(argv)
-    found = decode_step(options.case)
+    found = decode_step(options.case, fused=not options.stock)
     if options.json:
         print(json.dumps(found))
     else:

@@ -4,14 +4,17 @@ import pytest
 
 from bench.decode_step.__main__ import decode_step
 
+STOCK = {"qwen-1.5b": (46, 1392), "qwen-1.5b-lora": (74, 2177), "llama-8b": (46, 1574), "llama-8b-lora": (74, 2471)}
+"""Kernels of a layer, and of a step."""
+FUSED = {"qwen-1.5b": (20, 664), "qwen-1.5b-lora": (33, 1029), "llama-8b": (20, 742), "llama-8b-lora": (33, 1159)}
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "per_layer", "kernels"),
-    [("qwen-1.5b", 46, 1392), ("qwen-1.5b-lora", 74, 2177), ("llama-8b", 46, 1574), ("llama-8b-lora", 74, 2471)],
-)
-def test_figures_of_a_decode_step(case: str, per_layer: int, kernels: int):
-    assert decode_step(case) == {
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("case", STOCK)
+def test_figures_of_a_decode_step(case: str, fused: bool):
+    per_layer, kernels = (FUSED if fused else STOCK)[case]
+    assert decode_step(case, fused=fused) == {
         "kernels_per_layer": per_layer,
         "kernels": kernels,
         "host_reads": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from lowtide.methods.method import TokenObjective
 from lowtide.objectives.sft import LOSSES
 from lowtide.ops.logits.linear_logprobs import Want
 from lowtide.ops.target import planning_for
+from lowtide.rollout.generators.generator import Request, Sampling
+from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.step.metrics import Totals
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
@@ -220,6 +223,18 @@ def test_calls_of_others_go_to_the_layers_as_they_were(monkeypatch):
     ids = torch.tensor([tokens(5)])
     model(input_ids=ids, output_attentions=False, use_cache=False)
     model.generate(ids, max_new_tokens=2, do_sample=False)
+
+
+@pytest.mark.parametrize("kind", slow_but(["llama", "mixtral"], [*FAMILIES, *MIXTURES]))
+def test_completions_are_those_of_the_layers_as_they_were(kind):
+    plain, fused = (prepared(with_adapters(family(kind))) for _ in range(2))
+    fuse_layers(fused)
+    requests = [Request(tokens(7, 1), 3, seed=5), Request(tokens(4, 2), 2)]
+    for sampling in (Sampling(9, temperature=0), Sampling(9)):
+        wanted, found = ([*RaggedGenerator().generate(each, requests, sampling)] for each in (plain, fused))
+        for one, other in zip(chain(*found), chain(*wanted), strict=True):
+            assert one.token_ids == other.token_ids
+            torch.testing.assert_close(one.plain_logprobs, other.plain_logprobs, atol=1e-5, rtol=1e-5)
 
 
 def test_one_layer_that_computes_something_else_runs_as_it_was(caplog):

@@ -38,6 +38,7 @@ from lowtide.compat.transformers import (
 )
 from lowtide.memory.allocators.out_of_memory import first_line
 from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
+from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.layers.attention_half import attention_half, normed
 from lowtide.ops.layers.decoder_layer import Attend, DecoderLayer, Rotary, decoder_layer
 from lowtide.ops.layers.layer_kernels import Activation, Norm
@@ -185,9 +186,13 @@ def _why_not(layer: Any, computed_in: torch.dtype | None) -> str | None:
         if path and (_knows_mlp(layer) or not path.startswith("mlp")) and (reason := _why_not_part(path, part)):
             return reason
     found = layer.post_attention_layernorm.weight
-    with torch.autocast(found.device.type, computed_in, enabled=computed_in is not None):
+    with _products_in(computed_in, found.device):
         read = _read(layer, computed_in or found.dtype)
     return read if isinstance(read, str) else None
+
+
+def _products_in(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def _why_not_part(path: str, part: Any) -> str | None:
@@ -285,8 +290,8 @@ def _mixture(
 
 def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
     """In which dtype a layer's products are computed; None where it is to run as it was."""
-    if not isinstance(kwargs.get(PLAN), AttentionPlan):
-        return None  # a user's own call, generation, or ranks that split a batch
+    if not isinstance(kwargs.get(PLAN), AttentionPlan | CachedPlan):
+        return None  # a user's own call, or ranks that split a batch
     if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
         return None
     return autocast_dtype(hidden.device) or hidden.dtype
@@ -302,7 +307,7 @@ def _rotary(layer: Any, kwargs: dict[str, Any]) -> Rotary | None:
 def _known_layer(layer: Any, dtype: torch.dtype) -> _Known | None:
     """A layer for products in a dtype, read anew where something of it has changed; None where it is to run as it
     was."""
-    marks = (dtype, torch.is_autocast_enabled(layer.post_attention_layernorm.weight.device.type), *_marks(layer))
+    marks = (dtype, autocast_dtype(layer.post_attention_layernorm.weight.device), *_marks(layer))
     known = _known.get(layer)
     if known is None or len(known.marks) != len(marks) or not all(map(operator.is_, known.marks, marks)):
         read = _read(layer, dtype)
@@ -365,7 +370,7 @@ def _projection(module: Any, dtype: torch.dtype) -> Projection | str:
     computed_in = getattr(linear, "compute_dtype", None)
     if dense is not None and computed_in not in (None, dtype):
         return f"its 4-bit weights compute in {computed_in}, and other products in {dtype}"
-    if not torch.is_autocast_enabled(linear.weight.device.type) and dtypes - {dtype}:
+    if autocast_dtype(linear.weight.device) is None and dtypes - {dtype}:
         return f"weights and adapters are of {dtype} and {min(map(str, dtypes - {dtype}))} without mixed precision"
     return Projection(linear.weight, linear.bias, None if lora is None else _adapter(lora), dense)
 
@@ -466,7 +471,7 @@ def _numbers(
     angles = torch.rand(1, tokens, dim // 2, generator=generator).mul_(6)
     angles = angles if _family(layer) in HALF_TABLES else angles.repeat(1, 1, 2)
     x, grad = random(1, tokens, width).requires_grad_(), random(1, tokens, width)
-    with torch.autocast(weight.device.type, computed_in, enabled=computed_in is not None):
+    with _products_in(computed_in, weight.device):
         out = forward(
             x,
             position_embeddings=(angles.cos().to(weight), angles.sin().to(weight)),

@@ -60,7 +60,7 @@ def as_on(device: Device, trace: StorageTrace | None = None) -> Iterator[None]:
         patch.dict(BACKENDS, backends, clear=True),
         attention_by(functools.partial(sdpa, capability)),
         patch.object(TritonRows, "launch", _pass_over_rows),
-        patch.object(layer_kernels, "launch", _pass_over_layer),
+        patch.object(layer_kernels, "launch", pass_over_layer),
         cuda_autocast(),
         foreach_by_default(),
         contextlib.nullcontext() if trace is None else trace.taking_around(WORKSPACES),
@@ -85,7 +85,7 @@ _layer_kernel = library.custom_op(
 _layer_kernel.register_fake(lambda *_: None)
 
 
-def _pass_over_layer(
+def pass_over_layer(
     _kernel: str, _grid: Sequence[int], read: Sequence[Tensor], written: Sequence[Tensor], **_: Any
 ) -> None:
     """One operation that reads and writes what a kernel of a layer does."""

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.inputs.rows import CASES as METHOD_CASES
-from bench.inputs.shapes import OVER_RANKS
+from bench.inputs.shapes import KNOWN_SHAPES
 from bench.inputs.tokenizer import load_tokenizer, tokenizer_for
 from bench.measuring.measure import hardware
 from bench.measuring.processes import ChildFailed
@@ -168,7 +168,7 @@ def terms_of(case: PeakCase, options: argparse.Namespace) -> dict[str, int]:
     from lowtide import SFTConfig
     from lowtide.planning import estimate
 
-    config = AutoConfig.for_model(**OVER_RANKS[case.shape].config)
+    config = AutoConfig.for_model(**KNOWN_SHAPES[case.shape].config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     layer = sum(p.numel() for p in model.get_decoder().layers[0].parameters())

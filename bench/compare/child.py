@@ -18,7 +18,7 @@ from bench.compare.contestants import Contestant, common_flags
 from bench.compare.methods import METHODS, Method
 from bench.inputs.rows import CASES
 from bench.inputs.shapes import (
-    OVER_RANKS,
+    KNOWN_SHAPES,
     Shape,
     build_model,
     build_reward_model,
@@ -53,15 +53,19 @@ def clock(device: str):
     return Clock()
 
 
-def measure_contestant(spec: dict[str, Any]) -> dict[str, Any]:
-    """Trains `warmup + timed` steps; returns seconds and real tokens of the timed ones, and the run's peak."""
+def measure_contestant(spec: dict[str, Any], rows: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Trains `warmup + timed` steps; returns seconds and real tokens of the timed ones, and the run's peak.
+
+    Args:
+        rows: what is trained on; by default the rows of the case.
+    """
     from datasets import Dataset
 
-    method, shape = METHODS[spec["method"]], OVER_RANKS[spec["shape"]]
+    method, shape = METHODS[spec["method"]], KNOWN_SHAPES[spec["shape"]]
     contestant = method.contestants[spec["contestant"]]
     package = importlib.import_module(contestant.package)
     config_class, trainer_class = getattr(package, method.config), getattr(package, method.trainer)
-    dataset = Dataset.from_list(CASES[spec["method"]][spec["case"]].rows())
+    dataset = Dataset.from_list(CASES[spec["method"]][spec["case"]].rows() if rows is None else rows)
     tokenizer = load_tokenizer(Path(spec["tokenizer"]))
     model = (
         build_reward_model(shape, tokenizer.pad_token_id, contestant.fastest_attention)
@@ -141,7 +145,7 @@ def measure_machine(shape: Shape) -> dict[str, Any]:
 
 def main(spec: dict[str, Any]) -> None:
     if spec["contestant"] is None:
-        say("result", **measure_machine(OVER_RANKS[spec["shape"]]))
+        say("result", **measure_machine(KNOWN_SHAPES[spec["shape"]]))
     else:
         say("result", **measure_contestant(spec))
 

@@ -38,6 +38,7 @@ from bench.measuring.results import (
     MEMORY,
     PUBLISHED,
     RECIPES,
+    RECURRENT,
     SHARDED,
     SHARDED_ESTIMATE,
     TASKS,
@@ -49,6 +50,7 @@ from bench.measuring.results import (
 )
 from bench.published import tables as published
 from bench.recipes import tables as recipes
+from bench.recurrent.tables import recurrent_section
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
@@ -105,6 +107,7 @@ def main() -> int:
     sections += [longest_section(result) for result in results if result.get("kind") == LONGEST]
     sections += [tasks_section(result) for result in results if result.get("kind") == TASKS]
     sections += [sharded_section(result) for result in results if result.get("kind") == SHARDED]
+    sections += [recurrent_section(result) for result in results if result.get("kind") == RECURRENT]
     sections += [not_yet_section({(result["method"], result["shape"]) for result in comparisons})]
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")

@@ -27,7 +27,7 @@ Write = Callable[[float], int]
 """Writes all completions at a temperature; returns how many tokens they have."""
 
 
-def asked() -> tuple[list[list[int]], list[int]]:
+def asked(vocabulary: int = 32_000) -> tuple[list[list[int]], list[int]]:
     """Returns the prompts, and the tokens of each completion, a prompt's one after the other."""
     import torch
 
@@ -36,17 +36,17 @@ def asked() -> tuple[list[list[int]], list[int]]:
     def draw(low: int, high: int, size: int) -> list[int]:
         return torch.randint(low, high, (size,), generator=generator).tolist()
 
-    prompts = [draw(3, 32_000, length) for length in draw(*PROMPT_LENGTHS, PROMPTS)]
+    prompts = [draw(3, vocabulary, length) for length in draw(*PROMPT_LENGTHS, PROMPTS)]
     return prompts, [*draw(FEWEST, MOST, PROMPTS * COUNT - 1), MOST]
 
 
-def ours(prompts: list[list[int]], lengths: list[int]) -> Write:
+def ours(prompts: list[list[int]], lengths: list[int], shape: Shape = SHAPE) -> Write:
     """lowtide's own generator."""
     from lowtide.engine.forward import install
     from lowtide.rollout.generators.generator import Request, Sampling
     from lowtide.rollout.generators.ragged import RaggedGenerator
 
-    model = build_model(SHAPE)
+    model = build_model(shape)
     install(model)
     generator = RaggedGenerator(lengths=lambda request, number: lengths[request * COUNT + number])
     requests = [Request(prompt, COUNT) for prompt in prompts]
@@ -58,12 +58,12 @@ def ours(prompts: list[list[int]], lengths: list[int]) -> Write:
     return write_all
 
 
-def generate(prompts: list[list[int]], lengths: list[int]) -> Write:
+def generate(prompts: list[list[int]], lengths: list[int], shape: Shape = SHAPE) -> Write:
     """transformers' `generate`, all rows at once, padded on the left."""
     import torch
     from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-    model = build_model(SHAPE).eval()
+    model = build_model(shape).eval()
     width, ends = max(len(prompt) for prompt in prompts), torch.tensor(lengths)
     input_ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]).repeat_interleave(COUNT, 0)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])

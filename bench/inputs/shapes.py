@@ -24,6 +24,16 @@ LLAMA_22M = {
 
 LLAMA_60M = LLAMA_22M | {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 9}
 
+QWEN35_24M = LLAMA_22M | {
+    "model_type": "qwen3_5_text",
+    "head_dim": 32,
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+
 QWEN_05B = {
     "model_type": "qwen2",
     "vocab_size": 151_936,
@@ -117,11 +127,12 @@ SHAPES = {
 }
 
 
-OVER_RANKS = SHAPES | {
+KNOWN_SHAPES = SHAPES | {
     "llama-60m": Shape(LLAMA_60M, device="cpu", dtype="float32"),
     "qwen2.5-0.5b-float32": Shape(QWEN_05B, device="cpu", dtype="float32"),
+    "qwen3.5-24m": Shape(QWEN35_24M, device="cpu", dtype="float32"),
 }
-"""Those that several ranks share on a CPU."""
+"""With those that only some benchmarks run: of several ranks on a CPU, and of recurrent layers."""
 
 
 def build_model(shape: Shape, fastest_attention: bool = False):

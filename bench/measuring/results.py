@@ -44,6 +44,7 @@ START = "start"
 CONVERSATIONS = "conversations"
 AHEAD = "rollouts ahead"
 SIDE_BY_SIDE = "side by side"
+RECURRENT = "recurrent"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is counted apart."""
 FORWARD_FLOPS = 2

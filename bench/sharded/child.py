@@ -21,7 +21,7 @@ from typing import Any
 from bench.compare.child import clock
 from bench.compare.methods import METHODS
 from bench.inputs.rows import CASES
-from bench.inputs.shapes import OVER_RANKS, build_model
+from bench.inputs.shapes import KNOWN_SHAPES, build_model
 from bench.inputs.tokenizer import load_tokenizer
 from bench.measuring.arguments import specification
 from bench.measuring.living_bytes import LivingBytes
@@ -53,7 +53,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     alone = spec["engine"] == APART
     if rank == 0 or alone:
         folder = folder / str(rank) if alone else folder
-        build_model(OVER_RANKS[spec["shape"]]).save_pretrained(folder / "model")
+        build_model(KNOWN_SHAPES[spec["shape"]]).save_pretrained(folder / "model")
     meet()
     gc.collect()
     rows = CASES[spec["method"]]["gsm8k"].rows()[: spec.get("first_rows")]

@@ -1,0 +1,117 @@
+"""A part of `bench.recurrent`, in a process of its own: steps of one model, or completions, with or without padding."""
+
+import random
+import time
+from typing import Any
+
+from bench.compare.child import measure_contestant, say
+from bench.generation.contestants import asked, generate, ours
+from bench.inputs.generated import lognormal_lengths
+from bench.inputs.rows import generated_dialogues
+from bench.inputs.shapes import Shape, build_model
+from bench.measuring.arguments import specification
+from bench.measuring.measure import PeakMeter
+
+VOCABULARY = 4096
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+DELTA_RULE: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 64,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
+MAMBA_2: dict[str, Any] = {
+    "model_type": "bamba",
+    "mamba_n_heads": 12,
+    "mamba_d_head": 64,
+    "mamba_d_state": 64,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "attn_layer_indices": [3],
+}
+MODELS = {
+    "gated delta rule": Shape(SIZES | DELTA_RULE, device="cpu", dtype="float32"),
+    "Mamba-2": Shape(SIZES | MAMBA_2, device="cpu", dtype="float32"),
+}
+"""A Qwen3.5 and a Bamba of three recurrent layers and one of attention."""
+LENGTHS = range(50, 501, 30)
+"""Tokens of rows, which come in another order."""
+PROMPT, COMPLETIONS = 300, range(60, 131, 10)
+
+
+def rows_of(what: str) -> Any:
+    """The batch of a step: rows of many lengths, or a group of completions of one prompt."""
+    import torch
+
+    from lowtide.ragged import RaggedBatch
+    from lowtide.score_rules import IGNORE
+
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+
+    if what == "rows":
+        order = torch.randperm(len(LENGTHS), generator=generator).tolist()
+        return RaggedBatch.from_segments([draw(LENGTHS[number]) for number in order])
+    own = [draw(length) for length in COMPLETIONS]
+    labels = [[IGNORE] * PROMPT, *own]
+    return RaggedBatch.from_segments([draw(PROMPT), *own], labels, prefix=[-1] + [0] * len(own), row=[0] * len(labels))
+
+
+def steps(spec: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of forwards with their backwards, the loss, and the peak above the model."""
+    from lowtide.engine.forward import install, score
+
+    model, batch, free = build_model(MODELS[spec["model"]]).train(), rows_of(spec["what"]), spec["ragged"]
+    install(model, padding_free=free)
+    meter, seconds = PeakMeter("cpu"), []
+    meter.start()
+    for _ in range(spec["times"]):
+        model.zero_grad()
+        began = time.perf_counter()
+        loss = -score(model, batch, padding_free=free).scored.mean()
+        loss.backward()
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds, "loss": loss.item(), **meter.stop()}
+
+
+def completions(spec: dict[str, Any]) -> dict[str, Any]:
+    """Seconds to draw the completions of some prompts, prompts included, and their tokens."""
+    writer, (prompts, lengths) = ours if spec["ragged"] else generate, asked(VOCABULARY)
+    write_all, seconds, meter = writer(prompts, lengths, MODELS[spec["model"]]), [], PeakMeter("cpu")
+    meter.start()
+    for _ in range(spec["times"]):
+        began = time.perf_counter()
+        tokens = write_all(1.0)
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds, "tokens": tokens, **meter.stop()}
+
+
+def long_tailed() -> list[dict[str, Any]]:
+    """Conversations of log-normal lengths, shorter than those of `bench.compare`, so that TRL's peak stays small."""
+    rng = random.Random(9)
+    return generated_dialogues(lognormal_lengths(90, 1.2, rng, rows=64, shortest=8, longest=400), rng)
+
+
+def trained(spec: dict[str, Any]) -> dict[str, Any]:
+    """A few steps of supervised fine-tuning by one of two libraries."""
+    return measure_contestant(spec, long_tailed())
+
+
+PARTS = {"rows": steps, "group": steps, "rollouts": completions, "sft": trained}
+
+
+if __name__ == "__main__":
+    given = specification(__doc__)
+    say("result", **PARTS[given["what"]](given))

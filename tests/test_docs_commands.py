@@ -93,7 +93,7 @@ ROWS: dict[str, Callable[[], Iterable[Any]]] = {
     **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), lambda: [row for each in QUESTIONS for row in pair_rows(each)]),
     "tpo": lambda: [{**row, "reference": row["chosen"]} for each in QUESTIONS for row in pair_rows(each)],
     **dict.fromkeys(("kto", "bco"), lambda: [row for each in QUESTIONS for row in labelled_rows(each)]),
-    **dict.fromkeys(("grpo", "gmpo", "rloo", "online-dpo", "ppo", "distillation", "iw-opd", "sdpo"), _prompts),
+    **dict.fromkeys(("grpo", "gmpo", "rloo", "online-dpo", "ppo", "distillation", "iw-opd", "sdpo", "a2po"), _prompts),
     "sdft": lambda: [{**row, "privileged_context": "Add the digits from the right."} for row in _prompts()],
     **dict.fromkeys(("masked-lm", "replaced-token-detection", "pretrain"), lambda: masked_texts.texts(64)),
     "seq2seq": lambda: pairs_of_texts.rows(16),

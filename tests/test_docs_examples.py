@@ -37,6 +37,7 @@ TRAINERS = (
     "bco",
     "grpo",
     "gmpo",
+    "a2po",
     "rloo",
     "gkd",
     "distillation",

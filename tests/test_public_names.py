@@ -11,6 +11,8 @@ import lowtide
 from lowtide.scripts.elsewhere import ELSEWHERE
 
 NAMES = [
+    "A2POConfig",
+    "A2POTrainer",
     "AsyncGRPOConfig",
     "AsyncGRPOTrainer",
     "BCOConfig",

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
     from lowtide.trainers.callbacks.win_rate import WinRateCallback
     from lowtide.trainers.online.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from lowtide.trainers.public import (
+        A2POConfig,
+        A2POTrainer,
         BCOConfig,
         BCOTrainer,
         CPOConfig,
@@ -120,6 +122,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "A2POConfig",
+    "A2POTrainer",
     "AsyncGRPOConfig",
     "AsyncGRPOTrainer",
     "BCOConfig",

@@ -36,6 +36,11 @@ PROMPT_IDS = "prompt_ids"
 TEACHER_IDS = "teacher_prompt_ids"
 """The column for the tokens that a teacher reads in place of a prompt."""
 
+OPTIMAL_VALUE = "optimal_value"
+"""The column for what the best policy's completions of a prompt are worth."""
+ADDED = (PROMPT_IDS, TEACHER_IDS, OPTIMAL_VALUE)
+"""Columns that are not the rows' own."""
+
 
 @dataclass(frozen=True)
 class PromptEncoder:

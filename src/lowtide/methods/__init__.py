@@ -142,6 +142,11 @@ METHODS = MethodTable(
             "geometric-mean policy optimization: GRPO with the geometric mean of a completion's clipped ratios",
             module="lowtide.methods.online.gmpo",
         ),
+        "a2po": MethodRow(
+            "A2PO",
+            "optimal advantage regression (A*-PO): one rewarded completion a prompt, beside values estimated before",
+            module="lowtide.methods.online.a2po",
+        ),
         "rloo": MethodRow(
             "RLOO",
             "REINFORCE with a leave-one-out baseline: completions that the model writes, rewarded",

@@ -125,6 +125,19 @@ def leave_one_out(
     return _found(values, above)
 
 
+def optimal_values(rewards: Float[Tensor, "prompts completions"], beta: float) -> Float[Tensor, " prompts"]:
+    """beta log mean exp(reward / beta), the value of the best policy at KL weight beta, estimated of what the reference
+    wrote (arXiv 2505.20686, equation 4), in float64; NaN where no reward is known.
+
+    Args:
+        rewards: NaN where nothing rewards a completion.
+    """
+    scaled = rewards.double() / beta
+    known = ~scaled.isnan()
+    total = scaled.masked_fill(~known, -math.inf).logsumexp(1)
+    return (beta * (total - known.sum(1).double().log())).masked_fill(~known.any(1), math.nan)
+
+
 def _centred(
     values: Float[Tensor, "groups size"], magnitude: Float[Tensor, "groups size"] | None = None
 ) -> Float[Tensor, "groups size"]:

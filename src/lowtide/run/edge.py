@@ -21,6 +21,7 @@ TO_DO = {
     "reference is the model without them",
     "preparing the dataset": "Lower `dataset_num_proc`, read the rows as a stream, or take fewer of them",
     "precomputing the reference": "Lower `precompute_ref_batch_size`, or set `tokens_per_microbatch`",
+    "rewarding what is written before training": "Set `tokens_per_generation_batch`, or lower `max_completion_length`",
     "making the trainer": "Take a smaller model, adapters, or an optimizer that keeps less",
     "training": "It was outside of forward, backward and the optimizer's step, where a step can be repeated: leave "
     "the process more memory, and resume from the last checkpoint",

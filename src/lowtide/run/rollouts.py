@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
-from lowtide.data.prompts import PROMPT, PROMPT_IDS, TEACHER_IDS
+from lowtide.data.prompts import ADDED, PROMPT, PROMPT_IDS, TEACHER_IDS
 from lowtide.engine.forward import parted_over, same_rows_of, sequence_of, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
@@ -257,6 +257,11 @@ class RolloutMaker:
         """
         own = self.met(lambda: self.rewarded(rows, place, version, state), waited_for=self.writer.has_a_part)
         return self.finish(own, rows, group=group, state=state)
+
+    def written_before(self, rows: Sequence[Mapping[str, Any]], place: Sequence[int], *, state: Any = None) -> Made:
+        """Completions of rows, one each, rewarded, of which nothing is learned; as `make`."""
+        own = self.met(lambda: self.rewarded(rows, place, 0, state), waited_for=self.writer.has_a_part)
+        return own if self.together is None else _of_group(own, len(rows), self.together)
 
     def finish(self, own: Made, rows: Sequence[Mapping[str, Any]], *, group: int, state: Any = None) -> Made:
         """What is learned of what this rank wrote of its rows; the other arguments are those of `make`."""
@@ -576,7 +581,7 @@ def _replaced(values: Sequence[T], places: Sequence[int], others: Sequence[T]) -
 
 def _as_given(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows without what preparation added to them."""
-    return [{name: value for name, value in row.items() if name not in (PROMPT_IDS, TEACHER_IDS)} for row in rows]
+    return [{name: value for name, value in row.items() if name not in ADDED} for row in rows]
 
 
 def _of_group(made: Made, rows: int, together: RankGroup) -> Made:

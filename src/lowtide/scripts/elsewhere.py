@@ -15,7 +15,7 @@ TEMPLATE = "is not needed: assistant_only_loss=True marks or aligns the assistan
 TOOLS = "is of methods that call tools while they write: keep TRL's"
 
 ELSEWHERE: dict[str, str] = {
-    **{f"{method}{kind}": NOT_YET for method in ("XPO", "NashMD", "A2PO") for kind in ("Config", "Trainer")},
+    **{f"{method}{kind}": NOT_YET for method in ("XPO", "NashMD") for kind in ("Config", "Trainer")},
     **dict.fromkeys(("GOLDConfig", "GOLDTrainer"), GOLD),
     **dict.fromkeys(("ServerDistillationConfig", "ServerDistillationTrainer"), SERVER),
     **dict.fromkeys(

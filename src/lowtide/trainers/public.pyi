@@ -18,6 +18,7 @@ from lowtide.methods.gkd import GKDOptions
 from lowtide.methods.kto import KTOOptions
 from lowtide.methods.masked_lm import MaskedLMOptions
 from lowtide.methods.method import Method
+from lowtide.methods.online.a2po import A2POOptions
 from lowtide.methods.online.distillation import DistillationOptions
 from lowtide.methods.online.gmpo import GMPOOptions
 from lowtide.methods.online.grpo import GRPOOptions
@@ -358,6 +359,15 @@ class GMPOConfig(GMPOOptions, _Config):
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = ...
 
 class GMPOTrainer(_AsGRPO): ...
+
+@dataclass(kw_only=True)
+class A2POConfig(A2POOptions, _Config):
+    ref_model_storage: Literal["same", "8bit", "4bit", "cpu"] = ...
+    generation_backend: Literal["auto", "lowtide", "transformers"] = ...
+    vllm_mode: Literal["colocate", "server"] = ...
+    vllm_model_impl: Literal["vllm", "transformers"] = ...
+
+class A2POTrainer(_AsGRPO): ...
 
 @dataclass(kw_only=True)
 class RLOOConfig(RLOOOptions, _Config):

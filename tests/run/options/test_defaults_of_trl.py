@@ -10,6 +10,7 @@ import lowtide
 
 trl = pytest.importorskip("trl")
 EXPERIMENTAL = {
+    "A2POConfig": "a2po",
     "AsyncGRPOConfig": "async_grpo",
     "CPOConfig": "cpo",
     "GKDConfig": "gkd",
@@ -27,6 +28,7 @@ CONFIGS = sorted(
 OTHERWISE = {
     "padding_free": "rows have no padding unless it is asked for",
     "pad_to_multiple_of": "accepted without effect",
+    "A2POConfig.top_k": "None is 0, which is all tokens",
     "AsyncGRPOConfig.remove_unused_columns": "reward functions read the other columns, in TRL too",
     "AsyncGRPOConfig.ignore_data_skip": "a resumed run goes on where it was",
     "GKDConfig.truncation_mode": "TRL's collator of GKD keeps the end of a row, whatever its config says",

@@ -124,6 +124,20 @@ class Learned:
     """Over all ranks, under TRL's names."""
 
 
+@dataclass(frozen=True)
+class Survey:
+    """What is written of every prompt before training, by the policy as it arrives, and what becomes of its rewards."""
+
+    completions: int
+    """Of each prompt."""
+    column: str
+    """That rows get; those that have it are not surveyed."""
+    value: Callable[[Float[Tensor, "prompts completions"]], Float[Tensor, " prompts"]]
+    """From rewards, NaN where nothing rewards a completion, to what the column holds."""
+    left_out: Callable[[Float[Tensor, "prompts completions"]], Bool[Tensor, " prompts"]] | None = None
+    """Which prompts are not trained on; None: none."""
+
+
 class Learning(ABC):
     """From a rewarded rollout to the batches of its update. It holds no state: what is carried from a rollout to its
     last update stands in the rollout, and is saved with it."""
@@ -140,6 +154,10 @@ class Learning(ABC):
             stale: the weights change before all of a rollout is learned from.
         """
         return stale
+
+    def survey(self, options: Any) -> Survey | None:
+        """What is written of every prompt before training; None: nothing."""
+        return None
 
     def prepare(self, rollout: Rollout, options: Any) -> None:  # noqa: B027
         """Changes a rollout that was rewarded before it is scored; by default not at all."""

@@ -24,14 +24,17 @@ from lowtide.rollout.conversations import ToolUse
 from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.turns import Turns
+from lowtide.run.edge import edge
 from lowtide.run.resampling import Resampling
 from lowtide.run.rollouts import RolloutMaker
 from lowtide.run.writing import make_generator
+from lowtide.trainers.method import by_name
 from lowtide.trainers.online import padded_masks
 from lowtide.trainers.online.batches import WrittenBatches
 from lowtide.trainers.online.completions_log import CompletionsLog
 from lowtide.trainers.online.order import READ_HERE, PromptOrder, Windows
 from lowtide.trainers.online.rewards import OF_REWARDS, make_rewards, start_value_head
+from lowtide.trainers.online.surveys import surveyed
 from lowtide.trainers.reference import ReferenceTrainer
 
 logger = logging.getLogger(__name__)
@@ -91,6 +94,11 @@ class OnlineTrainer(ReferenceTrainer):
         start_value_head(self.method.head, self.training_run.model, self._given.pop("value_model"))
         self.completions_log = CompletionsLog(self.args)
         self._reward_by_environments()
+        self.survey = self.learning.survey(self.options)
+        if self.survey is not None:
+            with edge("rewarding what is written before training"):
+                self.train_dataset = surveyed(self, self.train_dataset, "train", self.survey)
+                self.eval_dataset = surveyed(self, self.eval_dataset, "eval", self.survey)
 
     def _arguments(self, positional: tuple, named: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         given, older = super()._arguments(positional, named)
@@ -239,6 +247,24 @@ class OnlineTrainer(ReferenceTrainer):
             for name, function in tools.rewards().items():
                 self.rewards.add(function, name)
 
+    def handed_in(self, dataset: Any) -> Any:
+        """As the others', with what a survey finds of the prompts.
+
+        Raises:
+            ValueError: the policy is no longer as it arrived.
+        """
+        known, dataset = self.eval_dataset, super().handed_in(dataset)
+        survey = self.survey
+        if survey is None or dataset is known:
+            return dataset
+        lacks = [each for each in by_name(dataset).values() if survey.column not in (each.column_names or ())]
+        if lacks and self.state.global_step:
+            raise ValueError(
+                f"{title_of(lacks[0], 'eval')} has no column `{survey.column}`, of what the policy wrote before "
+                "training: pass these rows as eval_dataset when the trainer is made"
+            )
+        return surveyed(self, dataset, "eval", survey)
+
     # -- data ----------------------------------------------------------------------------------------------------
 
     @property
@@ -250,7 +276,7 @@ class OnlineTrainer(ReferenceTrainer):
         return Windows(args.written_at_a_time // count, count, repeats, ahead)
 
     def kept_columns(self) -> list[str]:
-        return ["prompt", "prompt_ids", "teacher_prompt_ids", "privileged_context", "image", "images"]
+        return ["prompt", "prompt_ids", "teacher_prompt_ids", "privileged_context", "optimal_value", "image", "images"]
 
     @property
     def rows_a_batch(self) -> int:

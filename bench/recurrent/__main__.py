@@ -1,4 +1,4 @@
-"""`python -m bench.recurrent`: recurrent layers without padding, beside the padded computation.
+"""`python -m bench.recurrent`: recurrent layers without padding, beside the padded computation, and adapted experts.
 
 Two small models in float32, of three recurrent layers and one of attention: a Qwen3.5 (gated delta rule) and a Bamba
 (Mamba-2). Each way has a process of its own; of its runs the fastest counts, and the peak is that above the model.
@@ -7,7 +7,8 @@ Two small models in float32, of three recurrent layers and one of attention: a Q
 - group: the same of 8 completions of one prompt, which is computed once and repeated for each;
 - rollouts: 32 completions of 8 prompts, by lowtide's generator and by transformers' `generate`;
 - trl: supervised fine-tuning of a Qwen3.5 of 24 million parameters beside TRL, each with its defaults: 8 conversations
-  of log-normal lengths a step.
+  of log-normal lengths a step;
+- experts: forward and backward of one layer's 64 experts with LoRA adapters, 2,048 tokens, beside PEFT.
 
 Prints each beside its target, records them, and exits with 1 where one is missed. Some 6 minutes; the times want a
 machine that does nothing else.
@@ -21,7 +22,7 @@ from bench.measuring.figures import Figure, measure
 from bench.measuring.measure import GIGABYTE
 from bench.measuring.processes import run_child
 from bench.measuring.results import RECURRENT, ratios, summarise
-from bench.memory.surroundings import ENVIRONMENT
+from bench.memory.surroundings import environment
 from bench.recurrent.child import long_tailed
 
 NAME = "recurrent"
@@ -35,6 +36,7 @@ TARGETS = {
 }
 """How many times as fast the ragged way is to be."""
 SPEED_BESIDE_TRL, PEAK_BESIDE_TRL = 4.0, 0.3
+EXPERTS_BESIDE_PEFT = 0.65
 OURS, TRL = "lowtide", "trl"
 
 
@@ -43,9 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     return measure(__doc__, argv, MEASURES, NAME, RECURRENT)
 
 
-def child(spec: dict[str, Any], environment: dict[str, str] | None = None) -> dict[str, Any]:
+def child(spec: dict[str, Any], variables: dict[str, str] | None = None) -> dict[str, Any]:
     """What a process of its own finds."""
-    return run_child(spec, lambda _: None, TIMEOUT, "bench.recurrent.child", environment)
+    return run_child(spec, lambda _: None, TIMEOUT, "bench.recurrent.child", variables)
 
 
 def beside_padded(what: str) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def beside_padded(what: str) -> dict[str, Any]:
     models, texts = {}, []
     for model, target in TARGETS[what].items():
         spec = {"what": what, "model": model, "times": TIMES}
-        runs = {way: child(spec | {"ragged": way == "ragged"}, ENVIRONMENT) for way in ("ragged", "padded")}
+        runs = {way: child(spec | {"ragged": way == "ragged"}, environment()) for way in ("ragged", "padded")}
         ours, theirs = (min(run["seconds"]) for run in runs.values())
         peaks = [run["above_start_bytes"] / GIGABYTE for run in runs.values()]
         models[model] = runs | {"speed": theirs / ours, "target": target}
@@ -95,7 +97,21 @@ def trl() -> dict[str, Any]:
     return {"contestants": found, "speed": speed, "peak": peak, "text": text, "met": met}
 
 
-MEASURES: dict[str, Figure] = {"rows": rows, "group": group, "rollouts": rollouts, "trl": trl}
+def experts() -> dict[str, Any]:
+    """Adapters of experts beside PEFT's."""
+    runs = {
+        way: child({"what": "experts", "grouped": way == OURS, "times": 9}, environment()) for way in (OURS, "peft")
+    }
+    ours, theirs = (min(run["seconds"]) for run in runs.values())
+    peaks = [run["above_start_bytes"] / GIGABYTE for run in runs.values()]
+    text = (
+        f"{ours:.3f} s for {theirs:.3f} s, {ours / theirs:.2f}x (target {EXPERTS_BESIDE_PEFT}x), "
+        f"peak {peaks[0]:.2f} GB for {peaks[1]:.2f} GB"
+    )
+    return {"contestants": runs, "ratio": ours / theirs, "text": text, "met": ours <= EXPERTS_BESIDE_PEFT * theirs}
+
+
+MEASURES: dict[str, Figure] = {"rows": rows, "group": group, "rollouts": rollouts, "trl": trl, "experts": experts}
 
 
 if __name__ == "__main__":

@@ -109,7 +109,49 @@ def trained(spec: dict[str, Any]) -> dict[str, Any]:
     return measure_contestant(spec, long_tailed())
 
 
-PARTS = {"rows": steps, "group": steps, "rollouts": completions, "sft": trained}
+EXPERTS, CHOSEN, TOKENS, RANK = 64, 8, 2048, 8
+EXPERT_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "moe_intermediate_size": 256,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+def experts(spec: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of forwards with their backwards of one layer's experts with adapters, and the peak above the model."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from lowtide.compat.peft import adapted_stacks
+    from lowtide.engine.layers.expert_adapters import install_expert_adapters
+
+    torch.manual_seed(0)
+    base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **EXPERT_SIZES), dtype=torch.float32)
+    stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(base, LoraConfig(r=RANK, target_modules=[], target_parameters=stacks))
+    (layer,) = adapted_stacks(model)
+    if spec["grouped"]:
+        install_expert_adapters(model)
+    weights, chosen = torch.rand(TOKENS, EXPERTS).topk(CHOSEN)
+    meter, seconds = PeakMeter("cpu"), []
+    meter.start()
+    for _ in range(spec["times"]):
+        model.zero_grad()
+        x = torch.randn(TOKENS, EXPERT_SIZES["hidden_size"], requires_grad=True)
+        began = time.perf_counter()
+        layer(x, chosen, weights).square().sum().backward()
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds, **meter.stop()}
+
+
+PARTS = {"experts": experts, "rows": steps, "group": steps, "rollouts": completions, "sft": trained}
 
 
 if __name__ == "__main__":

@@ -31,6 +31,11 @@ def recurrent_section(results: dict[str, Any]) -> str:
     ]
     if (beside := measured.get("trl")) is not None:
         lines += [f"Supervised fine-tuning of a Qwen3.5 of 24M parameters beside TRL: {beside['text']}.", ""]
+    if (beside := measured.get("experts")) is not None:
+        lines += [
+            f"[Adapters of a layer's 64 experts](memory/adapters.md#routed-experts) beside PEFT: {beside['text']}.",
+            "",
+        ]
     lines += [
         f"{described(results['hardware'])}. {dated(results['versions'])}. Measured with `python -m bench.recurrent`.",
         "",

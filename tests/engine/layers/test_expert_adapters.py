@@ -6,15 +6,17 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from lowtide.engine import forward
 from lowtide.engine.adapters import adapters_off
 from lowtide.engine.forward import install
 from lowtide.engine.layers.expert_adapters import install_expert_adapters
+from lowtide.engine.weights.merging import save_merged
 from tests.support.models.causal_families import tiny_causal
 from tests.support.models.tiny_models import assert_close, checkpointed, gradients, loss_of, shared
 
@@ -171,3 +173,21 @@ def test_pefts_own_way_is_left_where_it_is_needed():
     model.get_base_model().set_experts_implementation("grouped_mm")
     model.merge_adapter()
     torch.testing.assert_close(run_without_gradients(model), wanted)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_adapters_are_saved_as_peft_reads_and_merges_them(kind, tmp_path):
+    model, tokens = adapted(kind), torch.tensor([[5, 6, 7, 8, 9]])
+    install(model)
+    model.save_pretrained(tmp_path / "adapter")
+    save_merged(model, tmp_path / "merged")
+    wanted = model.eval()(input_ids=tokens).logits
+
+    base: Any = tiny_causal(kind)  # as the other was, without lowtide
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(theirs(input_ids=tokens).logits, wanted, rtol=0, atol=1e-4)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(input_ids=tokens).logits, wanted, rtol=0, atol=1e-4)
+    assert (base.get_input_embeddings().weight - merged.get_input_embeddings().weight).norm() == 0
+    with theirs.disable_adapter():
+        assert (theirs(input_ids=tokens).logits - wanted).norm() > 0.1

@@ -64,6 +64,14 @@ def test_weights_are_those_of_the_whole_model_where_they_are_streamed(capsys):
     assert any("in 4 bits (QLoRA, some 3.99 GiB)" in way for way in found), found
 
 
+@pytest.mark.slow
+def test_experts_are_not_counted_in_4_bits(capsys):
+    """Of Qwen3-30B-A3B 1.5 billion weights of 30.5 are no experts'."""
+    words = ["--model", "Qwen/Qwen3-30B-A3B", "--lengths", "64x1", "--device", "4090", "--use_peft"]
+    found = ways(capsys, "sft", *words, "--dtype", "bfloat16")
+    assert any("in 4 bits (QLoRA, some 54.81 GiB, routed experts in 16 bits)" in way for way in found), found
+
+
 def test_a_way_that_does_not_fit_is_known():
     way = "--base_weights stream brings in a layer of them at a time, from host memory"
     assert is_taken(way, {"gradient_checkpointing": True, "base_weights": "stream"})

@@ -96,6 +96,20 @@ def test_all_linear_layers_and_experts_in_one_name(kind, caplog):
     assert given.target_modules == "all-linear-experts"  # it is the caller's
 
 
+@pytest.mark.parametrize("quantized", [True, False])
+def test_experts_that_a_quantized_model_has_in_16_bits_are_told(quantized, caplog):
+    model = tiny_causal("qwen3_moe").bfloat16()
+    if quantized:  # as bitsandbytes leaves a linear layer
+        model.model.layers[0].self_attn.o_proj.weight = torch.nn.Parameter(
+            torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False
+        )
+    with caplog.at_level(logging.WARNING):
+        adapt(model, LoraConfig(r=2, target_modules=["q_proj"]), gradient_checkpointing=False)
+    assert (
+        "experts are not quantized: 4 stacks, which are no linear layers, stay in bfloat16" in caplog.text
+    ) is quantized
+
+
 def test_adapters_of_experts_have_no_dropout():
     given = LoraConfig(r=2, target_modules="all-linear-experts", lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"set lora_dropout=0 \(it is 0\.1\)"):

@@ -34,7 +34,7 @@ from lowtide.engine.weights.load_errors import check_layers, check_quantization,
 from lowtide.engine.weights.model_init import CODE, CONFIG, config_init
 from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.places import check_config_file, check_model_place
-from lowtide.engine.weights.quantized import check_torchao
+from lowtide.engine.weights.quantized import check_torchao, is_quantized
 from lowtide.engine.weights.sharded.shard_files import shards_in
 from lowtide.process.ways_out import in_python
 
@@ -201,6 +201,7 @@ def adapt(
         adapted = get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
     if getattr(peft_config, "target_modules", None) == "all-linear":
         _tell_of_frozen_experts(adapted)
+    _tell_of_whole_experts(adapted)
     return adapted
 
 
@@ -261,7 +262,7 @@ def _with_experts(peft_config: Any, model: nn.Module) -> Any:
     """The configuration in PEFT's words, where it asks for routed experts too."""
     if getattr(peft_config, "target_modules", None) != WITH_EXPERTS:
         return peft_config
-    ends = sorted({_end_of(name) for name in _stacks(dict(model.named_parameters()))})
+    ends = sorted({_end_of(name) for name in expert_stacks(dict(model.named_parameters()))})
     if not ends:
         logger.warning(
             f"{in_python('', 'lora_')}target_modules={WITH_EXPERTS!r}: {type(model).__name__} has no routed experts "
@@ -278,7 +279,7 @@ def _with_experts(peft_config: Any, model: nn.Module) -> Any:
     return peft_config
 
 
-def _stacks(weights: Mapping[str, Tensor]) -> list[str]:
+def expert_stacks(weights: Mapping[str, Tensor]) -> list[str]:
     """The names of weights that are those of all experts of a layer."""
     return [name for name, p in weights.items() if p.dim() == 3 and ".experts." in name]
 
@@ -297,7 +298,7 @@ def _tell_of_frozen_experts(adapted: nn.Module) -> None:
         if hasattr(module, "parameter_name")
     }
     weights = {name.replace(".base_layer", ""): p for name, p in adapted.named_parameters() if not p.requires_grad}
-    left = [name for name in _stacks(weights) if name not in with_adapters and ".original_module." not in name]
+    left = [name for name in expert_stacks(weights) if name not in with_adapters and ".original_module." not in name]
     if left:
         ends = sorted({_end_of(name) for name in left})
         share = sum(weights[name].numel() for name in left) / sum(p.numel() for p in weights.values())
@@ -305,6 +306,18 @@ def _tell_of_frozen_experts(adapted: nn.Module) -> None:
             f"target_modules='all-linear' leaves routed experts frozen, {share:.0%} of the weights: {', '.join(ends)} "
             f"are stacks and no linear layers. To train them too, set {in_python('', 'lora_')}target_parameters={ends} "
             f"or {in_python('', 'lora_')}target_modules={WITH_EXPERTS!r}"
+        )
+
+
+def _tell_of_whole_experts(model: nn.Module) -> None:
+    """Says which experts of a quantized model are not: bitsandbytes and torchao quantize linear layers alone."""
+    weights = dict(model.named_parameters())
+    whole = [weights[name] for name in expert_stacks(weights) if not is_quantized(weights[name])]
+    if whole and any(is_quantized(each) for each in weights.values()):
+        logger.warning(
+            f"the weights of routed experts are not quantized: {len(whole):,} stacks, which are no linear layers, stay "
+            f"in {str(whole[0].dtype).removeprefix('torch.')} ({sum(each.nbytes for each in whole) / 2**30:,.1f} GiB). "
+            "Where that is too much, base_weights=stream brings in a layer of them at a time"
         )
 
 

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from torch import Tensor
+
+from lowtide.engine.weights.loading import expert_stacks
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.options import TWO_PASS
 from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
@@ -49,8 +52,21 @@ def is_taken(way: str, settings: Mapping[str, Any]) -> bool:
 
 def _in_bits(run: PlannedRun, bits: float) -> str:
     """What the whole weights take with so many bits each."""
+    return bytes_text(int(sum(each.numel() for each in _weights(run).values()) * bits / 8))
+
+
+def _in_four_bits(run: PlannedRun) -> str:
+    """What they take in 4 bits, but for stacks of experts' weights: these are no linear layers, and stay in 16 bits."""
+    weights = _weights(run)
+    stacks = {name: weights.pop(name).numel() for name in expert_stacks(weights)}
+    found = bytes_text(int(sum(each.numel() for each in weights.values()) * FOUR_BITS / 8) + 2 * sum(stacks.values()))
+    return f"some {found}" + ", routed experts in 16 bits" * bool(stacks)
+
+
+def _weights(run: PlannedRun) -> dict[str, Tensor]:
+    """The model's, without memory."""
     made = DescribedModel(run.described, stored_dtype(run), run.method.head)
-    return bytes_text(int(sum(each.numel() for each in made.on_meta(made.layers).parameters()) * bits / 8))
+    return dict(made.on_meta(made.layers).named_parameters())
 
 
 def _of_adapters(run: PlannedRun) -> Iterator[str]:
@@ -59,7 +75,7 @@ def _of_adapters(run: PlannedRun) -> Iterator[str]:
     if stored_dtype(run).itemsize > 2 and not quantized and not fp16:
         yield f"--dtype bfloat16 stores the frozen weights in 16 bits ({_in_bits(run, 16)})"
     if not quantized:
-        yield f"--load_in_4bit stores them in 4 bits (QLoRA, some {_in_bits(run, FOUR_BITS)})"
+        yield f"--load_in_4bit stores them in 4 bits (QLoRA, {_in_four_bits(run)})"
     if run.cluster is not None or run.requested.get("base_weights"):
         return
     if quantized:
@@ -79,7 +95,7 @@ def _streamed_in(run: PlannedRun) -> str | None:
 
 def _of_all_weights(run: PlannedRun) -> Iterator[str]:
     """Where all weights are trained."""
-    half, four = _in_bits(run, 16), _in_bits(run, FOUR_BITS)
+    half, four = _in_bits(run, 16), _in_four_bits(run)
     if run.cluster is None:
         yield from _in_backward(run)
     resident = "--trained_weights resident " if run.requested.get("trained_weights") == "stream" else ""
@@ -90,7 +106,7 @@ def _of_all_weights(run: PlannedRun) -> Iterator[str]:
         yield "--dtype bfloat16 alone, in which small updates are lost"
     if not run.requested.get("fp16"):
         yield f"{resident}--use_peft --dtype bfloat16 trains a LoRA adapter on frozen weights in 16 bits ({half})"
-    yield f"{resident}--use_peft --load_in_4bit trains one on weights in 4 bits (QLoRA, some {four})"
+    yield f"{resident}--use_peft --load_in_4bit trains one on weights in 4 bits (QLoRA, {four})"
 
 
 def _of_references(run: PlannedRun) -> Iterator[str]:

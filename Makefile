@@ -6,6 +6,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 VLLM_VENV := .venv-vllm
 OTHERS_VENV := .venv-others
+VERSIONS_VENV := .venv-versions
+WITH ?= torch==2.13.* transformers==5.20.*
+OF_VERSIONS := tests/compat tests/engine tests/trainers/methods
 INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 DEMO_OUTPUT ?= demo-output
 
@@ -24,7 +27,7 @@ recorded = $(if $(RECORD),LOWTIDE_RECORD=$1 )$(2)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-sweeps test-gpu test-kernels test-ranks test-faults mutants test-vllm test-others test-wheel check bench docs site clean
+.PHONY: help demo test test-slow test-all test-sweeps test-gpu test-kernels test-ranks test-faults mutants test-vllm test-others test-versions test-wheel check bench docs site clean
 
 help:
 	@echo "make demo         train a tiny model on generated arithmetic and show what it learned (3 minutes at most)"
@@ -38,6 +41,7 @@ help:
 	@echo "make mutants      300 small changes of the source: how many of them the fast tests notice; goes on where it was ended"
 	@echo "make test-vllm    GRPO with a real vLLM, in an environment of its own (500 MB; 3 minutes, on two cores)"
 	@echo "make test-others  runs reported to real trackers, and plans read by Axolotl and LLaMA-Factory, in an environment of its own"
+	@echo "make test-versions  fast tests with other versions: WITH=\"torch==2.13.* transformers==5.20.*\", in an environment of its own"
 	@echo "make test-wheel   build the wheel, install it into an empty environment, and try it (a minute)"
 	@echo "make check        ruff, pyright, import-linter and the limits of bench.structure"
 	@echo "make bench        lowtide and TRL side by side"
@@ -81,6 +85,13 @@ test-vllm: $(VLLM_VENV)/.installed
 test-others: $(OTHERS_VENV)/.installed
 	$(call recorded,others,$(OTHERS_VENV)/bin/python) -m pytest tests/with_others -n 0
 
+# other versions than those of constraints.txt: make test-versions WITH="torch==2.12.* transformers==5.21.*"
+test-versions: | $(PY)
+	$(PY) -m venv --clear $(VERSIONS_VENV)
+	$(VERSIONS_VENV)/bin/python -m pip install --disable-pip-version-check $(WITH) "pytest>=9" "pytest-xdist>=3.8" \
+		"hypothesis>=6.150" "beartype>=0.22" --editable .
+	$(call recorded,versions,$(VERSIONS_VENV)/bin/python) -m pytest -m "not slow" $(OF_VERSIONS)
+
 test-wheel: $(VENV)/.extras
 	$(call recorded,wheel,$(PY)) -m pytest -n 0 tests/packaging
 
@@ -105,7 +116,7 @@ site: $(VENV)/.site
 	@echo "the site is in build/site: open build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(OTHERS_VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(OTHERS_VENV) $(VERSIONS_VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # -- the environment -------------------------------------------------------------------------------------------
 

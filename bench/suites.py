@@ -48,11 +48,15 @@ SUITES = {
 }
 
 
+VERSIONS = "versions"
+"""The suite of `make test-versions`, of which there is a record for each pair of versions (`bench.docs.versions`)."""
+
+
 def record(suite: str, passed: int, skipped: int, seconds: float) -> Path:
     """Writes that a suite passed here and now, over what is recorded of it.
 
     Args:
-        suite: of `SUITES`.
+        suite: of `SUITES`, or `VERSIONS`.
         passed: the tests that ran.
         skipped: those that did not.
         seconds: of the whole run.
@@ -73,7 +77,9 @@ def record(suite: str, passed: int, skipped: int, seconds: float) -> Path:
         "skipped": skipped,
         "seconds": round(seconds),
     }
-    return write_whole(path_of(suite), found)
+    versions = found["versions"]
+    pair = (f"{name}-{'.'.join(versions[name].split('.')[:2])}" for name in ("torch", "transformers"))
+    return write_whole(FOLDER / f"{VERSIONS}-{'-'.join(pair)}.json" if suite == VERSIONS else path_of(suite), found)
 
 
 def path_of(suite: str) -> Path:

@@ -14,6 +14,7 @@ from bench.compare.contestants import BATCH, PACKED_BATCH
 from bench.compare.methods import METHODS
 from bench.compare.tables import BUSY, COLUMNS, comparison_rows, verdict, vocabulary_verdict
 from bench.devices import tables as devices
+from bench.docs import licences, versions
 from bench.docs.chart_docs import write_charts
 from bench.docs.matrix_charts import write_matrix_charts
 from bench.docs.memory_docs import costs_table, longest_section, memory_section, techniques_table, write_measured
@@ -55,6 +56,8 @@ from bench.recurrent.tables import recurrent_section
 PAGE = ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 RESULTS_MARK, RESULTS_END = "<!-- results: written by `make docs` from bench/results -->", "<!-- /results -->"
+FRONT_PAGE = ROOT / "docs" / "index.md"
+HEADLINE_MARK, HEADLINE_END = "<!-- headline: written by `make docs` from bench/results -->", "<!-- /headline -->"
 MEMORY_PAGE = ROOT / "docs" / "memory.md"
 COSTS_MARK, COSTS_END = "<!-- written by `make docs` from bench/results -->", "<!-- /costs -->"
 RANKS_PAGE = ROOT / "docs" / "predicted-and-measured.md"
@@ -112,6 +115,7 @@ def main() -> int:
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(section for section in sections if section), encoding="utf-8")
     write_readme(comparisons)
+    write_between(FRONT_PAGE, HEADLINE_MARK, headline(comparisons), HEADLINE_END)
     memory = [result for result in results if result.get("kind") == MEMORY]
     for page in sorted((ROOT / "docs" / "memory").glob("*.md")):
         write_measured(page, memory)
@@ -119,10 +123,12 @@ def main() -> int:
     write_between(RANKS_PAGE, RANKS_MARK, [line for each in sharded for line in sharded_lines(each)], RANKS_END)
     write_between(MEMORY_PAGE, COSTS_MARK, costs_table(memory), COSTS_END)
     write_between(MEMORY_PAGE, TECHNIQUES_MARK, techniques_table(), TECHNIQUES_END)
+    licences.write_page()
     write_matrix_charts()
     write_step_picture()
     write_rounds_picture()
     write_between(suites.PAGE, suites.MARK, suites.table(suites.read_records()), suites.END)
+    write_between(suites.PAGE, versions.MARK, versions.table(), versions.END)
     for result in results:
         if result.get("kind") == RECIPES:
             write_between(recipes.PAGE, recipes.MARK, recipes.lines(result), recipes.END)
@@ -137,26 +143,43 @@ def main() -> int:
     return 0
 
 
+def beside_trl(comparisons: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]]:
+    """Returns (results, case, TRL's, lowtide's) where the defaults of both were measured."""
+    return [
+        (results, case, contestants["trl"], contestants["lowtide"])
+        for results in comparisons
+        for case, contestants in results["cases"].items()
+        if {"trl", "lowtide"} <= contestants.keys()
+    ]
+
+
+def headline(comparisons: list[dict[str, Any]]) -> list[str]:
+    """Returns the one sentence of the front page: the least and the most of all comparisons with TRL."""
+    found = [ratios(ours, theirs) for _, _, theirs, ours in beside_trl(comparisons)]
+    speeds, peaks = [speed for speed, _ in found], [peak for _, peak in found]
+    return [
+        f"Beside TRL 1.16, with the defaults of both, the same rows train at {min(speeds):.1f} to {max(speeds):.1f} "
+        f"times the tokens a second, with {min(peaks):.0%} to {max(peaks):.0%} of the peak memory above the start "
+        f"([{len(found)} comparisons](benchmarks.md))."
+    ]
+
+
 def write_readme(comparisons: list[dict[str, Any]]) -> None:
     """Writes the defaults of both libraries side by side between the README's marks."""
     lines = [
         "| | TRL 1.16 | lowtide | speed | peak |",
         "|---|---:|---:|---:|---:|",
     ]
-    for results in comparisons:
-        for case, contestants in results["cases"].items():
-            if not {"trl", "lowtide"} <= contestants.keys():
-                continue
-            theirs, ours = contestants["trl"], contestants["lowtide"]
-            speed, peak = ratios(ours, theirs)
-            cells = [
-                f"{measured['tokens_per_second']:,.0f} tokens/s, {measured['peak_above_start_bytes'] / GIGABYTE:.2f} GB"
-                for measured in (theirs, ours)
-            ]
-            title, machine = METHODS[results["method"]].title, results["hardware"]
-            cores = "" if "gpu" in machine else f", {machine['threads']} cores"
-            what = f"{title}, {case}, {results['shape']}, {where_measured(machine)}{cores}"
-            lines.append(f"| {what} | {' | '.join(cells)} | **{speed:.1f}x** | **{peak:.2f}x** |")
+    for results, case, theirs, ours in beside_trl(comparisons):
+        speed, peak = ratios(ours, theirs)
+        cells = [
+            f"{measured['tokens_per_second']:,.0f} tokens/s, {measured['peak_above_start_bytes'] / GIGABYTE:.2f} GB"
+            for measured in (theirs, ours)
+        ]
+        title, machine = METHODS[results["method"]].title, results["hardware"]
+        cores = "" if "gpu" in machine else f", {machine['threads']} cores"
+        what = f"{title}, {case}, {results['shape']}, {where_measured(machine)}{cores}"
+        lines.append(f"| {what} | {' | '.join(cells)} | **{speed:.1f}x** | **{peak:.2f}x** |")
     write_between(README, RESULTS_MARK, lines, RESULTS_END)
 
 

@@ -1,0 +1,1 @@
+"""How soon the commands that people meet first answer, and what questions of lm-eval cost."""

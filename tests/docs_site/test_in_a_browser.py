@@ -38,8 +38,7 @@ def moved(pages) -> list[Path]:
     return [page for page in pages if page.stem in MOVED]
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1600])
+@pytest.mark.parametrize(("width", "dark"), [(360, True), (768, False), (1400, False), (2000, True)])
 def test_every_page_is_readable_and_asks_for_nothing(pages, moved, width, dark):
     wrong: dict[str, object] = {}
     with browser() as tab:
@@ -52,6 +51,15 @@ def test_every_page_is_readable_and_asks_for_nothing(pages, moved, width, dark):
                 wrong[page.name] = found | {"fetched": fetched}
     assert len(pages) > 50
     assert wrong == {}
+
+
+def test_the_column_of_the_text_fits_a_command(pages):
+    (front,) = (page for page in pages if page.name == "index.html")
+    with browser() as tab:
+        for width in (1400, 2000):
+            tab.open(front.as_uri(), width=width)
+            wide = tab.run("document.querySelector('.md-content__inner pre code').clientWidth")
+            assert wide >= 900, width
 
 
 def test_an_old_address_leads_on(moved):

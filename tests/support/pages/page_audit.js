@@ -1,5 +1,5 @@
 /* What is wrong with a page as it is shown. Contrast is that of WCAG 2.2: (lighter + 0.05) / (darker + 0.05) of relative
-   luminances, 4.5 at least, and 3 for large texts (24 pixels, or 18.66 in bold). */
+   luminances, 4.5 at least, and 3 for large texts (24 pixels, or 18.66 in bold). No command is cut. */
 (() => {
   const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
   canvas.canvas.width = canvas.canvas.height = 1;
@@ -43,10 +43,12 @@
     || each.title || each.textContent.trim() || each.querySelector("[aria-label], title, img[alt]");
   const controls = [...document.querySelectorAll("input, select, button, a[href]")].filter(shown);
   const width = document.documentElement.clientWidth;
+  const commands = [...document.querySelectorAll("pre code")].filter(each => /^\s*(\w+=\S+ )*(lowtide|pip) /.test(each.textContent));
   return {
     contrast: low,
     wider: document.documentElement.scrollWidth > width ? [document.documentElement.scrollWidth] : [],
     unnamed: controls.filter(each => !named(each)).map(each => each.outerHTML.slice(0, 100)),
+    cut: commands.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent.slice(0, 60)),
     unsaid: [...document.images].filter(each => !each.hasAttribute("alt")).map(each => each.src),
   };
 })()

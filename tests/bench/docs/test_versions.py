@@ -1,6 +1,7 @@
 """Only what a suite was run with is called tested, and CI is one of those."""
 
 import json
+import re
 
 from bench import suites
 from bench.docs import versions
@@ -40,9 +41,10 @@ def test_the_page_says_what_was_run_and_what_was_not(tmp_path, monkeypatch):
     ]
 
 
-def test_the_page_is_that_of_the_records():
+def test_the_page_calls_no_other_versions_tested_than_the_records():
     text = suites.PAGE.read_text(encoding="utf-8").split(versions.MARK)[1].split(versions.END)[0]
-    assert text.strip().splitlines() == versions.table(), "run `make docs`"
+    rows = re.findall(r"^\| (\d[\d.]+) \| (\d[\d.]+) \| ", text, re.MULTILINE)
+    assert {*rows} == {*versions.tested()}, "run `make docs`"
 
 
 def test_each_pair_of_versions_has_a_record_of_its_own(tmp_path, monkeypatch):

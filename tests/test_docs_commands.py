@@ -91,6 +91,9 @@ ROWS: dict[str, Callable[[], Iterable[Any]]] = {
     **dict.fromkeys(("sft", "gkd"), _dialogues),
     "vision": _looked_at,
     **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), lambda: [row for each in QUESTIONS for row in pair_rows(each)]),
+    "prm": lambda: [
+        {"prompt": row["prompt"][0]["content"], "completions": [row["answer"]], "labels": [True]} for row in _prompts()
+    ],
     "tpo": lambda: [{**row, "reference": row["chosen"]} for each in QUESTIONS for row in pair_rows(each)],
     **dict.fromkeys(("kto", "bco"), lambda: [row for each in QUESTIONS for row in labelled_rows(each)]),
     **dict.fromkeys(("grpo", "gmpo", "rloo", "online-dpo", "ppo", "distillation", "iw-opd", "sdpo", "a2po"), _prompts),

@@ -37,6 +37,7 @@ TRAINERS = (
     "bco",
     "grpo",
     "gmpo",
+    "prm",
     "a2po",
     "rloo",
     "gkd",

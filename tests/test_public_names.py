@@ -56,6 +56,8 @@ NAMES = [
     "OnlineDPOTrainer",
     "PPOConfig",
     "PPOTrainer",
+    "PRMConfig",
+    "PRMTrainer",
     "PretrainConfig",
     "PretrainTrainer",
     "RLOOConfig",

@@ -93,6 +93,11 @@ METHODS = MethodTable(
             "KTO", "Kahneman-Tversky optimization: single answers that are desirable or not, against a reference"
         ),
         "reward": MethodRow("Reward", "train a reward model, which scores an answer, on pairs"),
+        "prm": MethodRow(
+            "PRM",
+            "train a process reward model, which says of each step of an answer whether it is right",
+            module="lowtide.methods.process.prm",
+        ),
         "token-classification": MethodRow(
             "TokenClassification",
             "train an encoder to label words, such as names and places",

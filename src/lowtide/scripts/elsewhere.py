@@ -23,10 +23,6 @@ ELSEWHERE: dict[str, str] = {
         "writes beside training: take DistillationConfig and DistillationTrainer",
     ),
     **dict.fromkeys(
-        ("PRMConfig", "PRMTrainer"),
-        "labels the ends of steps: TokenClassificationTrainer takes rows of input_ids and labels",
-    ),
-    **dict.fromkeys(
         ("AutoModelForCausalLMWithValueHead", "AutoModelForSeq2SeqLMWithValueHead", "PreTrainedModelWrapper"),
         VALUE_HEAD,
     ),

@@ -30,6 +30,7 @@ from lowtide.methods.online.sdft import SDFTOptions
 from lowtide.methods.online.sdpo import SDPOOptions
 from lowtide.methods.orpo import ORPOOptions
 from lowtide.methods.pretrain import PretrainOptions
+from lowtide.methods.process.prm import PRMOptions
 from lowtide.methods.replaced_token_detection import ReplacedTokenDetectionOptions
 from lowtide.methods.reward import RewardOptions
 from lowtide.methods.seq2seq import Seq2SeqOptions
@@ -240,6 +241,11 @@ class RewardConfig(RewardOptions, _Config):
     turns: Literal["as_generated", "whole"] = ...
 
 class RewardTrainer(_AsPretrain): ...
+
+@dataclass(kw_only=True)
+class PRMConfig(PRMOptions, _Config): ...
+
+class PRMTrainer(_AsPretrain): ...
 
 @dataclass(kw_only=True)
 class TokenClassificationConfig(TokenClassificationOptions, _Config):

@@ -91,12 +91,13 @@ ROWS: dict[str, Callable[[], Iterable[Any]]] = {
     **dict.fromkeys(("sft", "gkd"), _dialogues),
     "vision": _looked_at,
     **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), lambda: [row for each in QUESTIONS for row in pair_rows(each)]),
+    "a2po": lambda: [{**row, "optimal_value": 0.5} for row in _prompts()],
     "prm": lambda: [
         {"prompt": row["prompt"][0]["content"], "completions": [row["answer"]], "labels": [True]} for row in _prompts()
     ],
     "tpo": lambda: [{**row, "reference": row["chosen"]} for each in QUESTIONS for row in pair_rows(each)],
     **dict.fromkeys(("kto", "bco"), lambda: [row for each in QUESTIONS for row in labelled_rows(each)]),
-    **dict.fromkeys(("grpo", "gmpo", "rloo", "online-dpo", "ppo", "distillation", "iw-opd", "sdpo", "a2po"), _prompts),
+    **dict.fromkeys(("grpo", "gmpo", "rloo", "online-dpo", "ppo", "distillation", "iw-opd", "sdpo"), _prompts),
     "sdft": lambda: [{**row, "privileged_context": "Add the digits from the right."} for row in _prompts()],
     **dict.fromkeys(("masked-lm", "replaced-token-detection", "pretrain"), lambda: masked_texts.texts(64)),
     "seq2seq": lambda: pairs_of_texts.rows(16),

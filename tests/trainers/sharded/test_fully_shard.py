@@ -51,6 +51,13 @@ CASES: dict[str, dict[str, Any]] = {
     "Lion": {"kind": "SFT", "optim": "lion_32bit"},
     "grouped": {"kind": "SFT", "train_sampling_strategy": "group_by_length", "rows": 6},
     "experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0},
+    "adapters of experts": {
+        **{"kind": "SFT", "model": "qwen3_moe", "came": True, "max_steps": 2},
+        "lora": {
+            **{"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+            **{"init_lora_weights": False, "lora_dropout": 0.0},
+        },
+    },
     "fused layers": {"kind": "DPO", "fused_layers": True, "tokens_per_microbatch": 90},
     "fused layers, LoRA, checkpointing": {
         "kind": "SFT",

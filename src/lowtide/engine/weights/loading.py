@@ -312,12 +312,14 @@ def _tell_of_frozen_experts(adapted: nn.Module) -> None:
 def _tell_of_whole_experts(model: nn.Module) -> None:
     """Says which experts of a quantized model are not: bitsandbytes and torchao quantize linear layers alone."""
     weights = dict(model.named_parameters())
-    whole = [weights[name] for name in expert_stacks(weights) if not is_quantized(weights[name])]
+    whole = [name for name in expert_stacks(weights) if not is_quantized(weights[name])]
     if whole and any(is_quantized(each) for each in weights.values()):
+        ends = ", ".join(sorted({_end_of(name.replace(".base_layer", "")) for name in whole}))
+        share = sum(weights[name].nbytes for name in whole) / sum(each.nbytes for each in weights.values())
         logger.warning(
-            f"the weights of routed experts are not quantized: {len(whole):,} stacks, which are no linear layers, stay "
-            f"in {str(whole[0].dtype).removeprefix('torch.')} ({sum(each.nbytes for each in whole) / 2**30:,.1f} GiB). "
-            "Where that is too much, base_weights=stream brings in a layer of them at a time"
+            f"the weights of routed experts are not quantized: {ends} are stacks and no linear layers, and stay in "
+            f"{str(weights[whole[0]].dtype).removeprefix('torch.')}, {share:.0%} of what all weights take. Where that "
+            "is too much, base_weights=stream brings in a layer of them at a time"
         )
 
 

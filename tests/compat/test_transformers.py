@@ -24,6 +24,9 @@ from transformers import (
     TrainingArguments,
     masking_utils,
 )
+from transformers.models.bamba import modeling_bamba as bamba
+from transformers.models.jamba import modeling_jamba as jamba
+from transformers.models.mamba import modeling_mamba as mamba
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -252,3 +255,16 @@ def test_a_weight_that_is_declared_tied_is_saved_once(model, tmp_path):
 
 def test_checkpoints_are_called_as_transformers_calls_them():
     assert (CHECKPOINT, TRAINER_STATE) == (PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME)
+
+
+def test_which_modules_of_recurrent_families_hand_no_keyword_arguments_on():
+    """`engine.layers.mixers` gives them the plan as their attention mask."""
+    told = {
+        (mamba.MambaModel, True),
+        (mamba.MambaBlock, True),
+        (mamba.MambaMixer, False),
+        (jamba.JambaMambaDecoderLayer, True),
+        (jamba.JambaModel, False),
+        (bamba.BambaModel, False),
+    }
+    assert {(kind, inside.drops_keywords(kind)) for kind, _ in told} == told

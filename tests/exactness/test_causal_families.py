@@ -44,7 +44,8 @@ def test_a_step_is_the_one_of_the_familys_own_forward(kind: str, tmp_path: Any) 
     wanted, gradients = own_step(model, data)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer = trainer_of(model, data, tmp_path)
-    assert rows_of_page()[kind][:3] == layout_of(trainer)[:3], STALE
+    if rows_of_page():
+        assert rows_of_page()[kind][:3] == layout_of(trainer)[:3], STALE
     trainer.train()
     loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
     assert loss == pytest.approx(wanted, rel=LOSS)
@@ -70,11 +71,16 @@ def test_what_keeps_a_family_from_being_tried_is_still_true(kind: str) -> None:
         own_step(tiny_causal(kind), rows())
 
 
+OF_THIS_VERSION = pytest.mark.skipif(not rows_of_page(), reason="the page is of another version of transformers")
+
+
+@OF_THIS_VERSION
 @pytest.mark.parametrize("kind", slow_but(["llama", "mamba"], TRAINED, swept=[k for k in TRAINED if k not in SHOWN]))
 def test_the_page_says_what_a_family_does(kind: str, tmp_path: Any) -> None:
     assert rows_of_page()[kind] == row_of(trainer_of(tiny_causal(kind), rows(), tmp_path)), STALE
 
 
+@OF_THIS_VERSION
 def test_the_page_has_a_row_of_each_family() -> None:
     assert rows_of_page().keys() == {*LISTED}, STALE
     for kind in (*REFUSED, *UNTRIED):

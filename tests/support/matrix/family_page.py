@@ -165,7 +165,10 @@ def _line(cells: Iterable[str]) -> str:
 
 @functools.cache
 def rows_of_page() -> dict[str, Row]:
-    """The rows that the page has."""
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
+    """The rows that the page has; none where it was written with another version of transformers."""
+    text = PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__} lists" not in text:
+        return {}
+    lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {kind: Row(*row) for kind, *row in cells}

@@ -105,7 +105,7 @@ def _hand_on(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """What the forward of the layer's class computes, within the segments of the plan."""
     plan = kwargs.get(PLAN, kwargs.get("attention_mask"))
-    if plan is None or isinstance(plan, Tensor):
+    if not isinstance(plan, AttentionPlan | CachedPlan | SplitPlan):
         return type(self).forward(self, *args, **kwargs)
     if isinstance(plan, SplitPlan):
         raise ValueError("its layers carry a state that is not handed on between ranks")

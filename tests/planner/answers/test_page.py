@@ -17,7 +17,7 @@ from lowtide.run.options.configs import config_class
 from lowtide.run.options.training import default_of
 from tests.support.pages.browser import CHROMIUM, browser
 
-NOTHING = {"contrast": [], "wider": [], "unnamed": [], "unsaid": []}
+NOTHING = {"contrast": [], "wider": [], "unnamed": [], "cut": [], "unsaid": []}
 """What an audit finds of a page with which nothing is wrong."""
 
 

@@ -52,7 +52,9 @@ for LoRA, gradient checkpointing, bfloat16 mixed precision, AdamW; one GPU.</p>
 <div id="ways" class="ways" role="list"></div>
 <h2>The smallest device that works</h2>
 <div class="scroll" tabindex="0" role="region" aria-label="Devices"><table id="devices"></table></div>
-<p class="note">A batch that does not fit whole is cut into micro-batches (tokens_per_microbatch), which changes no
+<p class="note">All of this is with gradient checkpointing. <code>lowtide gpus</code> also tries settings that take
+less (states and activations on the host, the optimizer in backward) or are faster, so it may find a way where this
+page finds none. A batch that does not fit whole is cut into micro-batches (tokens_per_microbatch), which changes no
 number. 5% of a device are left for what a prediction may miss. Longer rows than the model has positions for are not
 offered. <code>DATA</code> stands for your rows. Speeds are a roofline at the rates of data sheets, for an order of
 magnitude. For your own model, data and settings: <code>lowtide gpus METHOD --model M</code>, <code>lowtide plan

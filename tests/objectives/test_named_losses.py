@@ -107,7 +107,8 @@ def test_a_loss_of_tokens_that_a_policy_wrote_is_added_up_as_its_entry_says(modu
     for name in ("clipped", "per_completion", "dapo", "grpo"):
         path = name if name in policy_gradient.LOSSES else f"{module}.{name}"
         options, variant = grpo.GRPOOptions(loss_type=path), policy_gradient.LOSSES[path]
-        found[name] = variant.fn(written, ratio, options) * grpo.scales(written, variant, counts, options)
+        share = policy_gradient.shares(written, variant.scale, counts, options.max_completion_length)
+        found[name] = variant.fn(written, ratio, options) * share
     assert torch.equal(found["clipped"], found["dapo"])
     assert torch.equal(found["per_completion"], found["grpo"])
     assert not torch.equal(found["dapo"], found["grpo"])

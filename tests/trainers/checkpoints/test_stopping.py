@@ -23,6 +23,7 @@ from lowtide.trainers.checkpoints.signals import TERMINATED, StopRequest, stoppi
 from lowtide.trainers.checkpoints.stopping import Interrupted, Stopped
 from lowtide.trainers.method import MethodTrainer
 from lowtide.trainers.reports.metrics_file import METRICS
+from lowtide.trainers.reports.run_page import PAGE
 from tests.support.marks import slow_but
 from tests.support.matrix.matrix import make
 from tests.support.runs.small_runs import SAVING, assert_same, small, trained, weights
@@ -134,13 +135,13 @@ def test_a_callback_that_fails_leaves_the_last_checkpoint(tmp_path):
     assert sorted(each.name for each in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
 
 
-def test_an_evaluation_that_fails_writes_nothing_where_nothing_is_saved(tmp_path):
+def test_an_evaluation_that_fails_writes_no_weights_where_none_are_saved(tmp_path):
     trainer = small(tmp_path, save_strategy="no", eval_strategy="steps", eval_steps=1)
     trainer.eval_dataset, trainer.compute_metrics = trainer.train_dataset, failing(1)
     with pytest.raises(ZeroDivisionError) as raised:
         trainer.train()
     assert len(raised.value.__notes__) == 1
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
+    assert {path.name for path in tmp_path.iterdir()} == {METRICS, PAGE}
 
 
 def test_a_checkpoint_that_could_not_be_written_is_not_tried_twice(tmp_path, monkeypatch):
@@ -156,12 +157,12 @@ def test_a_checkpoint_that_could_not_be_written_is_not_tried_twice(tmp_path, mon
     assert len(tried) == 1
 
 
-def test_without_saving_nothing_is_written(tmp_path, capfd):
+def test_without_saving_no_weights_are_written(tmp_path, capfd):
     trainer = small(tmp_path, save_strategy="no")
     trainer.add_callback(At("on_step_begin", 2, terminate))
     with pytest.raises(Stopped):
         trainer.train()
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
+    assert {path.name for path in tmp_path.iterdir()} == {METRICS, PAGE}
     assert "There is no checkpoint to resume from: save_strategy is 'no'" in capfd.readouterr().err
 
 
@@ -225,13 +226,13 @@ def test_what_ctrl_c_twice_does_not_reach_is_ended():
     assert process.exitcode == 130
 
 
-def test_a_checkpoint_that_ctrl_c_cut_off_leaves_nothing(tmp_path, monkeypatch):
+def test_a_checkpoint_that_ctrl_c_cut_off_leaves_no_part_of_it(tmp_path, monkeypatch):
     trainer = small(tmp_path)
     write = trainer._save_rng_state
     monkeypatch.setattr(trainer, "_save_rng_state", lambda folder: (write(folder), press(), press()))
     with pytest.raises(KeyboardInterrupt, match="There is no checkpoint to resume from"):
         trainer.train()
-    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
+    assert {path.name for path in tmp_path.iterdir()} == {METRICS, PAGE}
 
 
 def test_handlers_of_others_are_called_and_are_back_afterwards(tmp_path):

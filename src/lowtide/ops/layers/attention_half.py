@@ -74,10 +74,11 @@ class _Heads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin, *both = ctx.saved_tensors
-        norm = ctx.how[0].norms[0]
+        layer, attend, dtype = ctx.how
+        norm = layer.norms[0]
         on = ctx.needs_input_grad[1] or bool(_trained(norm))
         with ctx.surroundings.restored(), without_autocast(x.device):
-            work = Pass(*ctx.how, None if cos is None else (cos, sin), back=True)
+            work = Pass(layer, attend, dtype, None if cos is None else (cos, sin), back=True)
             again = work.normed(x, norm)
             work.attention.reduce(again[0])
             own = [each.clone(memory_format=torch.contiguous_format) for each in grads]  # they are written over
@@ -103,8 +104,9 @@ class _Onto(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gathered, given = ctx.saved_tensors
+        layer, attend, dtype = ctx.how
         with ctx.surroundings.restored(), without_autocast(grad.device):
-            work = Pass(*ctx.how, None, back=True)
+            work = Pass(layer, attend, dtype, None, back=True)
             work.output.reduce(gathered)
             slopes = work.output_backward(grad, gathered, given)
         return None, grad.view(ctx.shape), slopes, *work.gradients(ctx.parameters)

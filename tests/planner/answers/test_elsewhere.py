@@ -153,6 +153,15 @@ def test_what_is_not_translated_is_named(other, method):
         assert f"- {name}" in comments or str(said) in rest or name in rest, name
 
 
+@pytest.mark.parametrize("other", TRAINERS)
+def test_layers_that_a_gpu_runs_fused_are_named_but_for_unsloth_s_own(other):
+    said = "layers run operation by operation, and keep more"
+    assert (said in parts(settings_for(other, plan()))[0]) == (other != "unsloth")
+    assert said not in parts(settings_for(other, plan(fused_layers=False)))[0]
+    on_cpu = dataclasses.replace(plan(), device="CPU-64GB")
+    assert said not in parts(settings_for(other, on_cpu))[0]
+
+
 @pytest.mark.parametrize("other", ["trl", "axolotl", "llama-factory", "unsloth"])
 def test_weights_that_a_plan_streams_are_named(other):
     comments, _ = parts(settings_for(other, asked("sft", {"base_weights": "stream"}, model=LLAMA_8B, use_peft=True)))

@@ -18,7 +18,7 @@ from lowtide.option_values import Option, options_of
 from lowtide.planner.answers.known_models import known_config
 from lowtide.planner.answers.row_lengths import BATCH
 from lowtide.planner.answers.translated import Translated
-from lowtide.planner.devices import device_named
+from lowtide.planner.devices import Device, device_named
 from lowtide.planner.plan import Plan
 from lowtide.run.options.configs import config_class
 
@@ -79,6 +79,9 @@ class Given(Translated):
         values = {name: options[name].default for name in WRITTEN if name in options} | own
         if values.get("bf16") is None:
             values["bf16"] = not values.get("fp16") and _has_bf16(plan)
+        device, fused = _device_of(plan), values.pop("fused_layers", None)
+        if fused or (fused is None and (device is None or device.kind == "cuda")):
+            values["fused_layers"] = True  # on a GPU lowtide's own are by themselves
         cluster = None if plan.spread is None else plan.spread.cluster
         given = cls(method=plan.method, model=values.get("model"), left=values)
         if cluster is not None and cluster.devices > 1:
@@ -152,12 +155,18 @@ def _text(value: Any) -> str:
 
 def _has_bf16(plan: Plan) -> bool:
     """Whether lowtide's run would compute in bfloat16, where nobody says so."""
+    device = _device_of(plan)
+    return device is None or device.has_bf16
+
+
+def _device_of(plan: Plan) -> Device | None:
+    """None: a GPU of this machine that is in no table."""
     if plan.spread is not None:
-        return plan.spread.cluster.device.has_bf16
+        return plan.spread.cluster.device
     try:
-        return device_named(plan.device).has_bf16
-    except ValueError:  # a GPU of this machine that is in no table
-        return True
+        return device_named(plan.device)
+    except ValueError:
+        return None
 
 
 def _chosen_by_peft(model: str | None) -> list[str] | str | None:

@@ -305,6 +305,7 @@ def unsloth(given: Given) -> None:
         model["lora_target_modules"] = given.take_adapted_layers()
     model["checkpoints"] = given.take("gradient_checkpointing", True)
     model["offloads"] = bool(given.take("activation_offloading"))  # of layers' inputs, by its own checkpointing
+    given.take("fused_layers")  # its own kernels stand for them
     if given.left.get("dtype"):
         given.lacks["dtype"] = "Unsloth chooses how weights are stored"
     inherited = INHERITED.difference(NOT_INHERITED, ("deepspeed", "model_init_kwargs"))

@@ -110,7 +110,8 @@ def fastest(case: Case, folder: Path, turns: int) -> dict[str, Any]:
 
 
 def timed(case: Case, folder: Path) -> dict[str, float]:
-    """The processor's seconds of a command, which says what it has to, and those on the clock until it says it."""
+    """The processor's seconds of a command, which says what it has to, and those on the clock until its first answer,
+    or its end where nothing is typed."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with _process(case, folder) as process:
         assert process.stdin is not None
@@ -118,7 +119,7 @@ def timed(case: Case, folder: Path) -> dict[str, float]:
         assert process.stderr is not None
         process.stdin.write(case.typed.encode())
         process.stdin.close()
-        first = process.stdout.read(1) if case.typed else b""
+        first = process.stdout.read(1 if case.typed else -1)
         clock = time.perf_counter() - began
         out, err = first + process.stdout.read(), process.stderr.read()
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -746,7 +746,7 @@ CANNOT_ACT: Mapping[tuple[str, str], str] = {
 }
 """By a technique and another beside it, why the first does not do what it does alone."""
 NOTHING_TO_DO: Mapping[tuple[str, str], str] = {
-    ("SFT", "prefix sharing"): "only rounds of turns='as_generated' have tokens in common",
+    (kind, "prefix sharing"): "only rounds of turns='as_generated' have tokens in common" for kind in ("SFT", "GKD")
 }
 """By a trainer and a technique, why it does nothing with the rows here."""
 

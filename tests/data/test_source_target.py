@@ -121,7 +121,7 @@ def test_languages_that_nothing_reads_are_said(caplog: pytest.LogCaptureFixture)
 
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "a number": ({"source": "w1", "target": 3}, {}, r"row 0 \(the first is 0\): 'target' is .* must be a string"),
+    "a number": ({"source": "w1", "target": False}, {}, r"row 0 \(the first is 0\): 'target' is .* must be a string"),
     "an id beyond the vocabulary": (
         {"input_ids": [6], "labels": [999]},
         {},

@@ -194,7 +194,8 @@ def _rows(given: TrainingCommand, first: list[dict[str, Any]]) -> str:
             return "a name on the hub, where nothing was asked"
         splits = what.test_split_size is not None  # by the number of rows, which a stream does not tell
         evaluates = str(given.values.get("eval_strategy", "no")) != "no" and not splits
-        rows, evaluated = replace(what, dataset_streaming=True, test_split_size=None).load(evaluates=evaluates)
+        read = replace(what, dataset_streaming=True, test_split_size=None)
+        rows, evaluated = replace(given, what=read).load(evaluates=evaluates)
         first.extend(dict(row) for row in islice(iter(rows), FIRST_ROWS))
         if evaluated is not None:
             next(iter(evaluated), None)

@@ -131,7 +131,7 @@ def test_columns_are_named_on_the_command_line_and_in_a_run_file(tmp_path):
     named += [read_run_file(file, options_of(RunOptions))["columns"]]
     for each in named:
         given = RunOptions(dataset=str(tmp_path / "odd.csv"), eval_dataset=str(tmp_path / "held.jsonl"), columns=each)
-        rows, held = given.load(evaluates=True)
+        rows, held = given.load(evaluates=True, texts=())
         assert list(rows) == [{"prompt": "why", "completion": "so"}]
         assert held is not None
         assert list(held) == [{"prompt": "when", "completion": "now"}]  # which needs none

@@ -133,7 +133,7 @@ def test_roles_out_of_order_are_refused(messages, problem):
             r"\[0\] is of type 'thought'; a part of a",
         ),
         ({"text": None}, "'text' is null; it must be a string"),
-        ({"text": 3}, "'text' is a int"),
+        ({"text": True}, "'text' is a bool"),
         ({"prompt": "a", "completion": [ASSISTANT]}, "'prompt' is a str and 'completion' is a list"),
         ({"prompt": "a", "completion": None}, "'completion' is null"),
         ({"prompt": [USER], "completion": []}, "'completion' is empty"),
@@ -153,7 +153,8 @@ def test_roles_out_of_order_are_refused(messages, problem):
         ({"input_ids": [1, 2], "attention_mask": [1]}, "'attention_mask' has 1 values and 'input_ids' 2"),
         ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, r"position_ids\[2\] is 0; .* packed of several"),
         ({"input_ids": [1, 2], "position_ids": [3, 4]}, r"position_ids\[0\] is 3; .* Remove the column"),
-        ({"instruction": "a", "output": 3}, "'output' is a int; it must be a string"),
+        ({"instruction": "a", "output": True}, "'output' is a bool; it must be a string"),
+        ({"instruction": "a", "output": 0.5}, "'output' is the number 0.5, which may have been written in another way"),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, r"history\[0\] is a list"),
     ],
 )

@@ -73,7 +73,7 @@ class DescribedRun:
 
     def rows(self) -> Dataset | IterableDataset:
         """The rows to train on."""
-        return self.run.what.load(evaluates=False)[0]
+        return self.run.load(evaluates=False)[0]
 
     def tokenizer(self) -> Any:
         """The model's own; None where rows are tokens already."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import inspect
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
 from lowtide.cli.commands import commands
 from lowtide.cli.endings import UsageError
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from lowtide.run.options.training import TrainingConfig
 
 T = TypeVar("T")
+Loaded: TypeAlias = "tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]"
+"""The rows to train on, and those to evaluate on."""
 RUN_FILE = "run.yaml"
 OF_MODELS = (
     *("model", "ref_model", "value_model", "teacher_model_name_or_path", "generator_model_name_or_path"),
@@ -164,37 +167,41 @@ class RunOptions:
         init = {"revision": self.model_revision, "dtype": self.dtype, "attn_implementation": self.attn_implementation}
         return {name: value for name, value in init.items() if value is not None} | (self.model_init_kwargs or {})
 
-    def load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
-        """The rows to train on, and those to evaluate on if there are any, with the names of columns asked for."""
+    def load(self, *, evaluates: bool, texts: Collection[str]) -> Loaded:
+        """The rows to train on, and those to evaluate on if there are any, with the names of columns asked for.
+
+        Args:
+            texts: columns of CSV files that are read as text, by these names.
+        """
+        from lowtide.data.formats.text_columns import in_the_file
         from lowtide.data.sources.columns import with_columns, with_columns_there
 
-        rows, evaluated = self._load(evaluates=evaluates)
+        load = self._load_mixture if self.datasets else self._load
+        rows, evaluated = load(in_the_file(texts, self.columns), evaluates=evaluates)
         if not self.columns:
             return rows, evaluated
         if evaluated is not None:
             evaluated = with_columns_there(evaluated, self.columns)
         return with_columns(rows, self.columns), evaluated
 
-    def _load(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
+    def _load(self, texts: Collection[str], *, evaluates: bool) -> Loaded:
+        """The same from `dataset`, with the names that columns have in it."""
         from lowtide.data.sources.load import load_rows
         from lowtide.data.sources.mixtures import split_off
 
-        if self.datasets:
-            return self._load_mixture(evaluates=evaluates)
         assert self.dataset is not None
-        rows = load_rows(
-            self.dataset, split=self.dataset_split, name=self.dataset_config, streaming=self.dataset_streaming
-        )
+        load = functools.partial(load_rows, texts=texts)
+        rows = load(self.dataset, split=self.dataset_split, name=self.dataset_config, streaming=self.dataset_streaming)
         if self.test_split_size is not None:
             splits = split_off(rows, self.test_split_size)
             return splits["train"], splits["test"]
         if self.eval_dataset is not None:
-            return rows, load_rows(self.eval_dataset, split=self.eval_split or "train")
+            return rows, load(self.eval_dataset, split=self.eval_split or "train")
         if evaluates or self.eval_split:
-            return rows, load_rows(self.dataset, split=self.eval_split or "test", name=self.dataset_config)
+            return rows, load(self.dataset, split=self.eval_split or "test", name=self.dataset_config)
         return rows, None
 
-    def _load_mixture(self, *, evaluates: bool) -> tuple[Dataset | IterableDataset, Dataset | IterableDataset | None]:
+    def _load_mixture(self, texts: Collection[str], *, evaluates: bool) -> Loaded:
         """The same from `datasets`."""
         from lowtide.data.sources.load import load_rows
         from lowtide.data.sources.mixtures import load_mixture
@@ -202,10 +209,10 @@ class RunOptions:
         if self.dataset:
             print(f"--dataset {self.dataset} is not read, since `datasets` is given.", file=sys.stderr)
         splits = load_mixture(
-            self.datasets or [], streaming=self.dataset_streaming, test_split_size=self.test_split_size
+            self.datasets or [], streaming=self.dataset_streaming, test_split_size=self.test_split_size, texts=texts
         )
         if self.eval_dataset is not None:
-            return splits["train"], load_rows(self.eval_dataset, split=self.eval_split or "train")
+            return splits["train"], load_rows(self.eval_dataset, split=self.eval_split or "train", texts=texts)
         if evaluates and "test" not in splits:
             raise UsageError("there are no rows to evaluate on: set test_split_size, or name them by --eval_dataset")
         return splits["train"], splits.get("test")
@@ -364,16 +371,22 @@ class TrainingCommand:
         }
         return config_class(**chosen | {"model_init_kwargs": self.what.model_init()})
 
+    def load(self, *, evaluates: bool) -> Loaded:
+        """The rows to train on, and those to evaluate on if there are any."""
+        from lowtide.data.formats.text_columns import text_columns
+
+        writes = "rollout_func" in options_of_command(self.method).options
+        return self.what.load(evaluates=evaluates, texts=text_columns(self.values, writes=writes))
+
     def trainer(self, config: TrainingArguments) -> Any:
         """The method's trainer, its model and data loaded."""
         from lowtide.run.edge import out_of_memory_while
         from lowtide.trainers.public import trainer_class
 
-        what = self.what
         with out_of_memory_while("preparing the dataset"):
-            train_rows, eval_rows = what.load(evaluates=config.eval_strategy != "no")
+            train_rows, eval_rows = self.load(evaluates=config.eval_strategy != "no")
         return trainer_class(METHODS[self.method])(
-            model=what.model,
+            model=self.what.model,
             args=config,
             train_dataset=train_rows,
             eval_dataset=eval_rows,

@@ -19,6 +19,7 @@ from lowtide.data.formats.conversation import describe
 from lowtide.data.formats.labelled import IDS, MULTIPLE, REGRESSION, SINGLE, LabelFormat
 from lowtide.data.formats.labels import numbers_of, shown_labels
 from lowtide.data.formats.reading import RowPlace
+from lowtide.data.formats.samples import text_of
 from lowtide.data.formats.token_columns import attended_range, is_token_list
 from lowtide.data.options import LabelOptions
 from lowtide.data.report.doubts import DOUBT_NOTES, NO_DOUBT, Doubt, doubt_of_mask
@@ -112,13 +113,17 @@ class LabelEncoder:
 
     def _texts(self, batch: Mapping[str, Sequence[Any]], place: RowPlace) -> list[list[str]]:
         """The texts of the rows, a list for each column."""
+        columns: list[list[str]] = []
         for name in self.labels.texts:
-            for index, text in enumerate(batch[name]):
-                if not isinstance(text, str):
-                    raise place.error(index, f"{name!r} is {describe(text)}; it must be a string.")
-                if not text.strip():
+            columns.append([])
+            for index, value in enumerate(batch[name]):
+                try:
+                    columns[-1].append(text_of(value, name))
+                except ValueError as error:
+                    raise place.error(index, error) from error
+                if not columns[-1][-1].strip():
                     raise place.error(index, f"{name!r} is empty: remove the row, or give it a text.")
-        return [list(batch[name]) for name in self.labels.texts]
+        return columns
 
     def _encoded(self, texts: list[list[str]]) -> tuple[list[Tokens], list[Tokens] | None, np.ndarray]:
         """Token ids and types as far as limits allow, and how many tokens there were."""

@@ -3,11 +3,15 @@
 Nothing behind these knows which columns a row had.
 """
 
+import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.data.formats.conversation import Message, describe
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +70,25 @@ Sample = TextSample | ChatSample | TokenSample
 
 
 def text_of(value: Any, name: str) -> str:
-    """The text in the column `name`.
+    """The text in the column `name`; a whole number as its digits.
 
     Raises:
         ValueError: it is something else.
     """
-    if not isinstance(value, str):
-        raise ValueError(f"{name!r} is {describe(value)}; it must be a string.")
-    return value
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        _tell_of_numbers(name)
+        return str(value)
+    if isinstance(value, float):
+        raise ValueError(
+            f"{name!r} is the number {value}, which may have been written in another way (1.50, 7): store the column "
+            "as text."
+        )
+    raise ValueError(f"{name!r} is {describe(value)}; it must be a string.")
+
+
+@functools.cache
+def _tell_of_numbers(name: str) -> None:
+    """Says once that a column's numbers are taken as text."""
+    logger.warning(f"{name!r} holds whole numbers, which are taken as text (7 as '7')")

@@ -9,7 +9,7 @@ import contextlib
 import glob
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from datasets import (
 from datasets.exceptions import DatasetGenerationError
 
 from lowtide.compat.datasets import readers_silent
+from lowtide.data.formats.conversation import quoted
+from lowtide.data.formats.text_columns import TEXT_COLUMNS
 from lowtide.data.sources.json_lines import (
     BROKEN,
     LINE_BY_LINE,
@@ -43,6 +45,7 @@ FAILURES = (DatasetGenerationError, ValueError, StopIteration, RecursionError)
 """What `load_dataset` raises for files that are there."""
 OF_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
 """What `datasets` says of files without rows; the second of Parquet, which it reads in batches of its groups' sizes."""
+NUMBER = re.compile(r"\s*[-+]?\d[\d.,]*\s*")
 ROWS_IN_A_RECORD = 10_000
 SPLIT_WORDS = {
     "validation": {"validation", "valid", "val", "dev"},
@@ -57,7 +60,13 @@ Source = str | Path | Dataset | IterableDataset | DatasetDict | IterableDatasetD
 
 
 def load_rows(
-    source: Source, *, split: str = "train", name: str | None = None, streaming: bool = False, **places: Any
+    source: Source,
+    *,
+    split: str = "train",
+    name: str | None = None,
+    streaming: bool = False,
+    texts: Collection[str] = TEXT_COLUMNS,
+    **places: Any,
 ) -> Dataset | IterableDataset:
     """Load the rows of a dataset.
 
@@ -68,6 +77,7 @@ def load_rows(
         split: Which split, where there are several. A single file is all "train".
         name: Which configuration of a dataset on the hub.
         streaming: Read rows as they are asked for, in place of converting them first.
+        texts: Columns of CSV and TSV files that are read as text, as they are written.
         places: `data_dir` and `data_files`, as `datasets.load_dataset` takes them, of a folder, a name on the hub, or
             one of its readers (`json`, `csv`, `parquet`, ...).
 
@@ -90,13 +100,14 @@ def load_rows(
     elif path.is_file():
         if name is not None:
             logger.warning(f"{path} is a file, which has no configuration {name!r}: the name has no effect")
-        rows = _from_files(path, {"train": [path]}, split, streaming=streaming)
+        rows = _from_files(path, {"train": [path]}, split, texts, streaming=streaming)
     elif path.is_dir():
-        rows = _from_folder(path, split, name, streaming=streaming)
+        rows = _from_folder(path, split, name, texts, streaming=streaming)
     else:
         rows = _from_hub(str(source), split, name, streaming=streaming)
     if isinstance(rows, Dataset) and len(rows) == 0:
         raise ValueError(f"{source} has no rows.")
+    _tell_of_numbers(rows, source, texts)
     return entitled(rows, source)
 
 
@@ -117,7 +128,9 @@ def _from_list(rows: Sequence[Mapping[str, Any]]) -> Dataset:
         raise ValueError(f"{where}: {problem[1]}") from error
 
 
-def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -> Dataset | IterableDataset:
+def _from_folder(
+    path: Path, split: str, name: str | None, texts: Collection[str], *, streaming: bool
+) -> Dataset | IterableDataset:
     if is_saved(path):
         _tell_of_links_out_of(path)
         try:
@@ -136,7 +149,7 @@ def _from_folder(path: Path, split: str, name: str | None, *, streaming: bool) -
     splits: dict[str, list[Path]] = {}
     for file in files:
         splits.setdefault(_split_of(file.relative_to(path)), []).append(file)
-    return _from_files(path, splits, split, streaming=streaming)
+    return _from_files(path, splits, split, texts, streaming=streaming)
 
 
 def _of_one_kind(folder: Path) -> list[Path]:
@@ -174,7 +187,7 @@ def _blobs(folder: Path) -> list[Path]:
 
 
 def _from_files(
-    source: Path, splits: Mapping[str, list[Path]], split: str, *, streaming: bool
+    source: Path, splits: Mapping[str, list[Path]], split: str, texts: Collection[str], *, streaming: bool
 ) -> Dataset | IterableDataset:
     """Load files of one kind; `source` is what they are called together."""
     files = [file for group in splits.values() for file in group]
@@ -187,16 +200,18 @@ def _from_files(
     if streaming and split in splits and all(_read_by_lines(file) for file in splits[split]):
         return IterableDataset.from_generator(_stream_lines, gen_kwargs={"paths": list(map(str, splits[split]))})
     suffix = reader_of(files[0]) or ""
-    reader, separator = READERS[suffix]
+    reader, own = READERS[suffix]
     if suffix == ".csv":
-        separator = separator_of(files[0])
+        own = separator_of(files[0])
+    if reader == "csv":
+        own = {**own, "converters": dict.fromkeys(sorted(texts), as_written)}
     data_files = {name: [glob.escape(str(file)) for file in group] for name, group in splits.items()}
 
     # Opening a mapped file looks at the head of each of its records, and the kernel maps 64 kB around each look.
     records = {} if streaming else {"writer_batch_size": ROWS_IN_A_RECORD}
 
     def load(**features: Any) -> Any:
-        options = {**separator, **records, **features}
+        options = {**own, **records, **features}
         with readers_silent():
             return load_dataset(reader, data_files=data_files, split=split, streaming=streaming, **options)
 
@@ -229,6 +244,19 @@ def _from_hub(
         ) from error
     except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"{source}: {_first_line(error.__cause__ or error)}") from error
+
+
+def _tell_of_numbers(rows: Dataset | IterableDataset, source: object, texts: Collection[str]) -> None:
+    """Says that numbers of a CSV file are read as text, where the first row has some; of a stream nothing is read."""
+    if isinstance(rows, Dataset) and reader_of(Path(str(source))) in (".csv", ".tsv"):
+        numbers = [name for name, cell in rows[0].items() if name in texts and NUMBER.fullmatch(str(cell))]
+        if numbers:
+            logger.warning(f"{source}: the numbers of {quoted(numbers)} are read as text, as they are written")
+
+
+def as_written(cell: str) -> str | None:
+    """A cell of a CSV file as text; None where it is empty."""
+    return cell or None
 
 
 def _read_by_lines(path: Path) -> bool:

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from datasets import (
 )
 
 from lowtide.data.formats.conversation import quoted
+from lowtide.data.formats.text_columns import TEXT_COLUMNS, in_the_file
 from lowtide.data.sources.columns import column_names, with_columns
 from lowtide.data.sources.load import load_rows
 from lowtide.data.sources.titles import entitled, title_of
@@ -63,7 +64,12 @@ class DatasetConfig:
 
 
 def load_mixture(
-    datasets: Sequence[Any], *, streaming: bool = False, test_split_size: float | None = None, seed: int = 42
+    datasets: Sequence[Any],
+    *,
+    streaming: bool = False,
+    test_split_size: float | None = None,
+    seed: int = 42,
+    texts: Collection[str] = TEXT_COLUMNS,
 ) -> DatasetDict | IterableDatasetDict:
     """Load several datasets as one, with the splits "train" and, where it is asked for, "test".
 
@@ -72,6 +78,7 @@ def load_mixture(
         streaming: Read rows as they are asked for.
         test_split_size: The share (below 1) or the number of rows that are taken for "test".
         seed: Of the split, and of the order in which a stream draws from its datasets.
+        texts: Columns of CSV files that are read as text, by the names that `columns` gives them.
 
     Raises:
         ValueError: an entry, a column or a share that can't be used; the message names the entry.
@@ -81,7 +88,7 @@ def load_mixture(
     if not entries:
         raise ValueError("`datasets` is empty: name at least one dataset by its `path`.")
     shares = _shares(entries)
-    parts = [_load(entry, f"datasets[{n}]", streaming=streaming) for n, entry in enumerate(entries)]
+    parts = [_load(entry, f"datasets[{n}]", texts, streaming=streaming) for n, entry in enumerate(entries)]
     _warn_of_columns(entries, parts)
     mixture = entitled(_mixed(parts, shares, seed), MIXTURE)
     if test_split_size is not None:
@@ -165,13 +172,15 @@ def _shares(entries: Sequence[DatasetConfig]) -> list[float] | None:
     return [share / sum(shares) for share in shares]
 
 
-def _load(entry: DatasetConfig, title: str, *, streaming: bool) -> Dataset | IterableDataset:
+def _load(entry: DatasetConfig, title: str, texts: Collection[str], *, streaming: bool) -> Dataset | IterableDataset:
+    renamed = entry.columns if isinstance(entry.columns, Mapping) else None
     try:
         rows = load_rows(
             entry.path,
             split=entry.split,
             name=entry.name,
             streaming=streaming,
+            texts=in_the_file(texts, renamed),
             data_dir=entry.data_dir,
             data_files=entry.data_files,
         )

@@ -12,7 +12,7 @@ import random
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from lowtide.data.batches.values import ADVANTAGE, WINDOW_TOKENS
+from lowtide.data.batches.values import TOKEN_ADVANTAGE, WINDOW_TOKENS
 from lowtide.engine.forward import install
 from lowtide.methods import METHODS
 from lowtide.methods.online.grpo import GRPOOptions
@@ -71,7 +71,8 @@ for step in range(1, STEPS + 1):
     # reward: a column for each reward function, here one
     rewards = torch.tensor([[reward(p, one.token_ids)] for p, one in zip(prompts, rollout.completions, strict=True)])
     advantages = relative_to_group(rewards, torch.ones(1), GROUP)
-    rollout.row_values[ADVANTAGE] = advantages.values
+    lengths = torch.tensor(rollout.lengths)
+    rollout.score_values[TOKEN_ADVANTAGE] = advantages.values.float().repeat_interleave(lengths)
     rollout.row_values[WINDOW_TOKENS] = torch.full((len(rollout),), float(sum(rollout.lengths)))
 
     # update: the policy wrote these completions with the weights that it still has, so ratios begin at 1

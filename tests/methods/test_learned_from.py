@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.data.batches.values import ADVANTAGE, WINDOW_TOKENS
+from lowtide.data.batches.values import TOKEN_ADVANTAGE, WINDOW_TOKENS
 from lowtide.methods.online.grpo import GRPOOptions
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Rewarded
 from lowtide.methods.online.online_dpo import METHOD as ONLINE_DPO
@@ -38,7 +38,10 @@ def test_advantages_and_the_tokens_of_a_step(evaluated):
     options.gradient_accumulation_steps = 2
     found = ByAdvantage().learn(rewarded([1.0, 2.0, 5.0, math.nan, 3.0, 3.0], 2, evaluated=evaluated), options)
     assert found.values.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
-    assert found.row_values[ADVANTAGE].tolist() == found.values.tolist()
+    of_tokens = found.score_values[TOKEN_ADVANTAGE].split(LENGTHS)
+    assert [part.tolist() for part in of_tokens] == [
+        [value] * length for value, length in zip(found.values.tolist(), LENGTHS, strict=True)
+    ]
     assert found.row_values[WINDOW_TOKENS].tolist() == [0.0 if evaluated else 17 * 2 / 8] * 6
     assert found.metrics == {"frac_reward_zero_std": pytest.approx(2 / 3)}
 

@@ -30,6 +30,8 @@ class Advantages:
     values: Float[Tensor, " completions"]
     without_spread: Bool[Tensor, " groups"]
     """Whether all known rewards of a group are the same: there is nothing to learn from it."""
+    steps: Float[Tensor, " steps"] | None = None
+    """What rewards at several places of completions add to the tokens before them (`objectives.step_rewards`)."""
 
 
 def weighted(

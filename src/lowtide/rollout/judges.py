@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from lowtide.objectives.advantages import above_smallest, summed_up, weighted
+from lowtide.objectives.step_rewards import StepRewards
 from lowtide.rollout.calls import Caller, CallTimedOut, name_of
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.rewards import Rewards
+from lowtide.rollout.rewards.scored import Scored, Scorer
 
 FIRST, SECOND, UNDECIDED = 0, 1, -1
 CHOICES = (FIRST, SECOND, UNDECIDED)
@@ -85,7 +85,7 @@ class RewardJudge(BasePairwiseJudge):
         return FIRST if first > second else SECOND if second > first else UNDECIDED
 
 
-class JudgedPairs:
+class JudgedPairs(Scorer):
     """A judge in the place of `Rewards`: of two completions that stand together the better one gets 1, the other 0, and
     both NaN where the judge cannot tell.
 
@@ -99,13 +99,13 @@ class JudgedPairs:
         self.names = [name_of(judge)]
         self.weights = torch.ones(1, dtype=torch.float64)
 
-    def __call__(self, completed: Completed, **more: Any) -> Float[Tensor, "completions 1"]:
+    def scored(self, completed: Completed, **more: Any) -> Scored:
         """As of `Rewards`; the completions of a prompt stand together, two of each."""
         said = list(completed.completions)
         pairs = list(zip(said[::2], said[1::2], strict=True))
         choices = torch.tensor(judge_pairs(self.judge, completed.prompts[::2], pairs, self.caller))
         better = torch.stack([choices == FIRST, choices == SECOND], 1).double()
-        return better.masked_fill((choices == UNDECIDED)[:, None], torch.nan).view(-1, 1)
+        return Scored(better.masked_fill((choices == UNDECIDED)[:, None], torch.nan).view(-1, 1), StepRewards.of())
 
 
 def judge_pairs(

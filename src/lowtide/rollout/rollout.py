@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lowtide.data.batches.images import ImageReader
+from lowtide.objectives.step_rewards import StepRewards
 from lowtide.own_files import share_file
 from lowtide.parsing import parse_json
 from lowtide.ragged import RaggedBatch, Shown
@@ -51,6 +52,8 @@ class Rollout:
     """Of the prompt before each completion; None of a model that reads text alone."""
     teacher_prompts: list[list[int]] | None = None
     """What a teacher reads before each completion in place of its prompt; None where it reads that too."""
+    steps: StepRewards = field(default_factory=StepRewards.of)
+    """Rewards at several places of completions, whose sums are among `rewards`."""
 
     def __post_init__(self) -> None:
         self.learned = self.learned or [True] * len(self.completions)
@@ -136,6 +139,7 @@ class Rollout:
             torch.cat([each.rewards for each in parts]),
             [used for each in parts for used in each.learned],
             teacher_prompts=[prompt for each in taught for prompt in each] if len(taught) == len(parts) else None,
+            steps=StepRewards.concat([each.steps for each in parts], [len(each) for each in parts]),
         )
 
     def replaced(self, places: Sequence[int], other: Rollout) -> Rollout:
@@ -148,6 +152,7 @@ class Rollout:
         for number, place in enumerate(places):
             made.prompts[place], made.completions[place] = other.prompts[number], other.completions[number]
             made.learned[place] = other.learned[number]
+        made.steps = self.steps.replaced(places, other.steps)
         return made
 
     # -- on disk -----------------------------------------------------------------------------------------------
@@ -174,6 +179,7 @@ class Rollout:
             "finish": torch.tensor([FINISHES.index(each.finish) for each in of]),
             "learned": torch.tensor(self.learned),
             "rewards": self.rewards,
+            **{f"step.{name}": values for name, values in vars(self.steps).items()},
             **{f"row.{name}": values for name, values in self.row_values.items()},
             **{f"score.{name}": values for name, values in self.score_values.items()},
         }
@@ -210,6 +216,7 @@ class Rollout:
             _named("score.", tensors),
             None if reader is None else PromptImages.from_disk(reader, tensors, more, group),
             _unpacked("teacher_prompts", tensors) if "teacher_prompts" in tensors else None,
+            StepRewards(**found) if (found := _named("step.", tensors)) else StepRewards.of(),
         )
         return made, more
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from lowtide.engine.forward import parted_over
-from lowtide.methods.online.learning import GroupRewards
 from lowtide.ranks.shards import is_sharded
 from lowtide.rollout.images import PromptImages
 from lowtide.run.rollouts import Made, RolloutMaker
@@ -109,8 +108,7 @@ class Resampling:
     def _without_spread(self, made: Made, size: int) -> list[int]:
         """The groups of all ranks whose completions are rewarded alike."""
         options: Any = self.maker.options
-        group = GroupRewards(self.maker.rewards_of_all(made), self.maker.rewards.weights, size)
-        return options.advantages(group).without_spread.nonzero().flatten().tolist()
+        return options.advantages(self.maker.group_of(made, size)).without_spread.nonzero().flatten().tolist()
 
     def _drawn(self, window: Sequence[int]) -> Iterator[int]:
         """Rows in an order of the window's own; each again only after all others."""

@@ -32,6 +32,7 @@ from lowtide.methods.online.rollouts import RolloutOptions
 from lowtide.methods.shared.options import TeacherOptions
 from lowtide.objectives.advantages import deviation, summed_up, weighted
 from lowtide.objectives.correction import Correction, correction, sampling_metrics
+from lowtide.objectives.step_rewards import StepRewards
 from lowtide.ops.float64 import exchange_device
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.shards import is_sharded
@@ -308,6 +309,16 @@ class RolloutMaker:
         """The rewards of the completions of all ranks; those of a prompt stand together."""
         return self._of_all_ranks(made.rollout.rewards).cpu()
 
+    def group_of(self, made: Made, size: int) -> GroupRewards:
+        """The same with rewards at several places of completions.
+
+        Args:
+            size: completions of a prompt.
+        """
+        everyones = objects_of_all_ranks(made.rollout.steps, self.runner.models().copies)
+        steps, rewards = StepRewards.concat(everyones, [len(made.rollout)] * len(everyones)), self.rewards_of_all(made)
+        return GroupRewards(rewards, self.rewards.weights, size, steps=steps.with_wholes(rewards))
+
     def _share(self, rows: int) -> slice:
         """Of so many rows those that this rank writes completions of: a share where ranks hold whole weights and the
         same rows, unless there is not a row for each. What is judged together is written together.
@@ -349,9 +360,9 @@ class RolloutMaker:
     def reward(self, made: Made, completed: Completed, state: Any = None) -> None:
         """Adds the rewards of what was written, and what reward functions logged beside them."""
         beside = LoggedBeside(len(completed))
-        made.rollout.rewards = self.rewards(
-            completed, trainer_state=state, log_extra=beside.log_extra, log_metric=beside.log_metric
-        )
+        logged = {"log_extra": beside.log_extra, "log_metric": beside.log_metric}
+        scored = self.rewards.scored(completed, trainer_state=state, **logged)
+        made.rollout.rewards, made.rollout.steps = scored
         if self.options.log_completions:
             beside.check()
         made.extra, made.logged = beside.columns, beside.numbers
@@ -465,12 +476,12 @@ class RolloutMaker:
             for number, row in enumerate(rows):
                 row[name] = values[number] if isinstance(values, list) and number < len(values) else values
         ids = [each.token_ids for each in rollout.completions]
-        given = {"completion_ids": ids, "prompt_ids": rollout.prompts}
+        given: dict[str, Any] = {"completion_ids": ids, "prompt_ids": rollout.prompts}
         if conversations is not None:
             prompts: list[Any] = [each.prompt for each in conversations.all]
             completions: list[Any] = [each.messages for each in conversations.all]
             return Completed.of(rows, prompts, completions, environments=conversations.environments, **given)
-        prompts = [row[PROMPT] for row in rows]
+        prompts, given["tokenizer"] = [row[PROMPT] for row in rows], self.tokenizer
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         if not isinstance(prompts[0], str):
             return Completed.of(rows, prompts, [[{"role": "assistant", "content": text}] for text in texts], **given)
@@ -549,10 +560,11 @@ class RolloutMaker:
     def _finish(self, made: Made, rows: Sequence[Mapping[str, Any]], group: int, epoch: float) -> None:
         """What is learned, and metrics over all ranks."""
         rollout, device = made.rollout, self.runner.device
-        made.rewards = self.rewards_of_all(made)
+        of_group = self.group_of(made, group)
+        made.rewards = of_group.rewards
         rewarded = Rewarded(
             rollout,
-            GroupRewards(made.rewards, self.rewards.weights, group),
+            of_group,
             self.own_of(len(rollout)),
             device,
             epoch,

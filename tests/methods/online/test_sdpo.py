@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.data.batches.values import ADVANTAGE
+from lowtide.data.batches.values import TOKEN_ADVANTAGE
 from lowtide.data.prompts import PromptEncoder
 from lowtide.data.teacher_prompts import RepromptEncoder, Reprompts, feedback_of
 from lowtide.methods.online.learning import GroupRewards, Rewarded
@@ -66,7 +66,7 @@ def test_what_the_teacher_reads_and_what_counts():
     learned, lengths = learning.learn(found, options), found.lengths
     of_each = [part.sum().item() for part in learned.score_values[WEIGHT].split(lengths)]
     assert of_each == pytest.approx([1, 0, 1, 0, 1, 0])
-    assert learned.row_values[ADVANTAGE][1] > 0
+    assert learned.score_values[TOKEN_ADVANTAGE][lengths[0]] > 0
     fractions = {name.split("/")[1]: value for name, value in learned.metrics.items() if "/" in name}
     assert fractions == pytest.approx(
         {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.data.batches.values import ADVANTAGE, OLD, REFERENCE, WINDOW_TOKENS
+from lowtide.data.batches.values import OLD, REFERENCE, TOKEN_ADVANTAGE, WINDOW_TOKENS
 from lowtide.data.prompts import PROMPT_IDS
 from lowtide.methods.online import learning
 from lowtide.methods.online.grpo import GRPOOptions
@@ -103,7 +103,8 @@ def test_a_step_counts_the_tokens_of_all_ranks_and_takes_the_advantages_of_its_o
     of_the_other.append(torch.tensor([[30.0]]))
     found = ByAdvantage().learn(rewarded([1.0, 3.0, 2.0, 2.0, 0.0, 8.0, 5.0, 7.0]), options)
     assert found.values.tolist() == [-1.0, 1.0, 0.0, 0.0, -4.0, 4.0, -1.0, 1.0]
-    assert found.row_values[ADVANTAGE].tolist() == [-1.0, 1.0, 0.0, 0.0]
+    of_tokens = found.score_values[TOKEN_ADVANTAGE].split(LENGTHS)
+    assert [set(part.tolist()) for part in of_tokens] == [{-1.0}, {1.0}, {0.0}, {0.0}]
     assert found.row_values[WINDOW_TOKENS].tolist() == [(sum(LENGTHS) + 30) / 2] * 4
     assert found.metrics == {"frac_reward_zero_std": 1 / 4}
 

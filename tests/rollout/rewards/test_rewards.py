@@ -228,7 +228,7 @@ WRONG = {
     "too large": (lambda completions: [1, 1e39, 2, 3], r"returned 1e\+39 for completion 1"),
     "larger than any float": (lambda completions: [1, 10**400, 2, 3], r"returned 1000.* for completion 1"),
     "texts": (lambda completions: ["1"] * 4, "returned '1' for completion 0"),
-    "lists": (lambda completions: [[1, 2]] * 4, r"returned \[1, 2\] for completion 0"),
+    "lists": (lambda completions: [[1, 2]] * 4, r"completion 0 of .*: got \[1, 2\]; rewards of steps are"),
     "raised": (raises_on_one, r"'raises_on_one' raised ValueError: .*for completion 3 .*'Question 1\?'"),
     "raised later": (raises_later, "'raises_later' raised ZeroDivisionError: .* for completion 0"),
     "an unknown column": (lambda answers: answers, "takes an argument 'answers', .*did you mean 'answer'"),

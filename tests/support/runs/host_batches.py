@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from lowtide.data.batches.collate import CompletionCollator
-from lowtide.data.batches.values import ADVANTAGE, OLD, WINDOW_TOKENS
+from lowtide.data.batches.values import OLD, TOKEN_ADVANTAGE, WINDOW_TOKENS
 from lowtide.engine.forward import install
 from lowtide.engine.reference import FrozenModel
 from lowtide.methods import METHODS
@@ -28,8 +28,9 @@ def written() -> RaggedBatch:
     labels = [part if number % 2 else [-100] * len(part) for number, part in enumerate(tokens)]
     prefix = [-1 if number % 2 == 0 else number - 1 for number in range(len(tokens))]
     batch = RaggedBatch.from_segments(tokens, labels, prefix=prefix, row=[number // 2 for number in range(len(tokens))])
-    values = {"row_values": {ADVANTAGE: torch.tensor([1.0, -1.0, 0.5, -0.5]), WINDOW_TOKENS: torch.full((4,), 10.0)}}
-    values["score_values"] = {OLD: torch.full((batch.scores,), -3.0)}
+    values = {"row_values": {WINDOW_TOKENS: torch.full((4,), 10.0)}}
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[batch.row[batch.score_segment]]
+    values["score_values"] = {OLD: torch.full((batch.scores,), -3.0), TOKEN_ADVANTAGE: advantages}
     return RaggedBatch.from_segments(
         tokens, labels, prefix=prefix, row=[number // 2 for number in range(len(tokens))], **values
     )

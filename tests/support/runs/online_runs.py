@@ -44,6 +44,11 @@ def spread_where_even(completion_ids: list[list[int]], number: list[int], **kwar
     return [0.5 if n % 2 else reward for n, reward in zip(number, found, strict=True)]
 
 
+def every_third_token(completion_ids: list[list[int]], **kwargs: Any) -> list[list[tuple[int, float]] | None]:
+    """Rewards of steps of three tokens, none of a completion that ends before one is over."""
+    return [[(n, ids[n] % 5 / 4) for n in range(2, len(ids), 3)] if len(ids) > 2 else None for ids in completion_ids]
+
+
 def prompts(count: int = 24) -> Dataset:
     return Dataset.from_list([{"prompt": question, "number": n} for n, (question, _) in enumerate(sums(count))])
 

@@ -21,6 +21,8 @@ from tests.support.references.parity_world import lora
 from tests.support.runs.online_runs import (
     LOSSES,
     assert_near,
+    even_tokens,
+    every_third_token,
     loss_options,
     online,
     spread_where_even,
@@ -38,6 +40,13 @@ METHODS = {
         "dynamic_sampling_rounds": 3,
         "arguments": {"reward_funcs": spread_where_even},
     },
+    "GRPO of steps": {"num_generations": 4, "arguments": {"reward_funcs": [every_third_token, even_tokens]}},
+    "GRPO of steps whose prompts are replaced": {
+        "num_generations": 2,
+        "dynamic_sampling_rounds": 2,
+        "arguments": {"reward_funcs": every_third_token},
+    },
+    "PPO of steps": {"num_generations": 1, "arguments": {"reward_funcs": [every_third_token, even_tokens]}},
     "OnlineDPO": {"num_generations": 2, "missing_eos_penalty": 0.5},
     "PPO": {"num_generations": 1, "num_ppo_epochs": 2, "whiten_rewards": True},
     "PPO with an adapter of values": {

@@ -30,6 +30,7 @@ from lowtide.objectives.policy_gradient import (
     ratios,
     shares,
 )
+from lowtide.objectives.step_rewards import relative_steps, with_steps
 from lowtide.ops.float64 import to_float64
 from lowtide.ops.logits.logit_rows import Want
 from lowtide.option import FINITE, NOT_NEGATIVE, PATH, POSITIVE, SHARE, option
@@ -196,12 +197,14 @@ class GRPOOptions(AheadOptions, VisionOptions):
 
     def advantages(self, group: GroupRewards) -> Advantages:
         """By how much each completion is better than the others of its prompt."""
-        return relative_to_group(
-            group.rewards,
-            group.weights,
-            group.size,
-            scale=str(self.scale_rewards),
-            aggregation=self.multi_objective_aggregation,
+        scale, groups = str(self.scale_rewards), len(group.rewards) // group.size
+        found = relative_to_group(
+            group.outcomes, group.weights, group.size, scale=scale, aggregation=self.multi_objective_aggregation
+        )
+        if not len(group.steps):
+            return found
+        return with_steps(
+            found, group.steps, relative_steps(group.steps, group.weights, group.size, groups, scale=scale)
         )
 
 

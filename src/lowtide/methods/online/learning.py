@@ -16,9 +16,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lowtide.data.batches.values import ADVANTAGE, WINDOW_TOKENS
+from lowtide.data.batches.values import TOKEN_ADVANTAGE, WINDOW_TOKENS
 from lowtide.engine.heads.head import Head
 from lowtide.objectives.advantages import Advantages
+from lowtide.objectives.step_rewards import StepRewards, to_go
 from lowtide.ops.float64 import exchange_device, float64_device
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import gathered, objects_of_all_ranks
@@ -38,6 +39,15 @@ class GroupRewards:
     """Completions of a prompt."""
     divergence: Float[Tensor, " completions"] | None = None
     """How much likelier each completion is to the policy that wrote it than to the reference, in nats."""
+    steps: StepRewards = field(default_factory=StepRewards.of)
+    """Rewards at several places of completions, whose sums are among `rewards`."""
+
+    @property
+    def outcomes(self) -> Float[Tensor, "completions functions"]:
+        """The rewards of functions that judge completions as a whole; NaN of those that judge steps."""
+        if not len(self.steps):
+            return self.rewards
+        return self.rewards.index_fill(1, self.steps.function.unique(), torch.nan)
 
 
 def reported_of(reported: int | None, own: slice) -> int:
@@ -98,6 +108,11 @@ class Rewarded:
         mine = torch.tensor([values.min().item() if len(values) else math.inf], dtype=torch.float64)
         found = self.of_all_ranks(mine).min().item()
         return found if math.isfinite(found) else 0.0
+
+    @property
+    def own_steps(self) -> StepRewards:
+        """Rewards at several places of the completions of this rank."""
+        return self.group.steps.of_completions(self.own)
 
     @property
     def ended(self) -> Bool[Tensor, " completions"]:
@@ -207,15 +222,31 @@ class ByAdvantage(Learning):
 
     def learn(self, rewarded: Rewarded, options: Any) -> Learned:
         found: Advantages = options.advantages(self.group_of(rewarded, options))
+        whole, of_tokens = token_advantages(found, rewarded)
         share = 0.0 if rewarded.evaluated else options.gradient_accumulation_steps / options.steps_of_generation
         (scores,) = rewarded.summed(sum(rewarded.lengths))
         window = torch.full((len(rewarded.rollout),), scores * share)
         groups = None if rewarded.reported is None else rewarded.reported // rewarded.group.size
         return Learned(
-            found.values,
-            {ADVANTAGE: found.values[rewarded.own].float(), WINDOW_TOKENS: window},
+            whole,
+            {WINDOW_TOKENS: window},
+            {TOKEN_ADVANTAGE: of_tokens.float()},
             metrics={"frac_reward_zero_std": found.without_spread[:groups].float().mean().item()},
         )
 
     def blank(self, completions: int, scores: int) -> tuple[Values, Values]:
-        return {ADVANTAGE: torch.ones(completions), WINDOW_TOKENS: torch.ones(completions)}, {}
+        return {WINDOW_TOKENS: torch.ones(completions)}, {TOKEN_ADVANTAGE: torch.ones(scores)}
+
+
+def token_advantages(
+    found: Advantages, rewarded: Rewarded
+) -> tuple[Float[Tensor, " completions"], Float[Tensor, " scores"]]:
+    """(the advantage of each completion of all ranks as a whole, which is that of its first token; those of the tokens
+    of this rank's that are learned from)."""
+    of_tokens = found.values[rewarded.own].repeat_interleave(torch.tensor(rewarded.lengths, dtype=torch.long))
+    if found.steps is None:
+        return found.values, of_tokens
+    steps, own = rewarded.group.steps, rewarded.own
+    mine = (steps.completion >= own.start) & (steps.completion < own.stop)
+    ends = rewarded.own_steps.at_scores(found.steps[mine], rewarded.rollout.scored)
+    return found.values.index_add(0, steps.completion, found.steps), of_tokens + to_go(ends, rewarded.lengths)

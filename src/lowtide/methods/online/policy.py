@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowtide.data.batches.values import ADVANTAGE, CORRECTION, KEPT, LOG_CORRECTION, OLD, SAMPLED, WINDOW_TOKENS
+from lowtide.data.batches.values import CORRECTION, KEPT, LOG_CORRECTION, OLD, SAMPLED, TOKEN_ADVANTAGE, WINDOW_TOKENS
 from lowtide.engine.heads.head import Stats
 from lowtide.methods.shared.completions import row_sums
 from lowtide.objectives.outcome import Counts
@@ -25,7 +25,7 @@ def read_written(batch: RaggedBatch, stats: Stats, reference: Float[Tensor, " sc
     return Written(
         logprobs=logprobs,
         old=old,
-        advantages=batch.row_values[ADVANTAGE].to(old.dtype)[completion],
+        advantages=values[TOKEN_ADVANTAGE].to(old.dtype),
         completion=completion,
         lengths=row_sums(torch.ones_like(logprobs.detach()), batch),
         window_tokens=batch.row_values[WINDOW_TOKENS].to(old.dtype)[completion],

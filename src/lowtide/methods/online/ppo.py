@@ -150,18 +150,21 @@ class ByToken(Learning):
         return True
 
     def learn(self, rewarded: Rewarded, options: PPOOptions) -> Learned:
-        total = weighted(rewarded.group.rewards, rewarded.group.weights)
+        group, steps = rewarded.group, rewarded.own_steps
+        total, at_end = (weighted(each, group.weights) for each in (group.rewards, group.outcomes))
         ended = rewarded.ended
         if options.missing_eos_penalty is not None:
-            total = total - options.missing_eos_penalty * (~ended).to(total)
+            penalty = options.missing_eos_penalty * (~ended).to(total)
+            total, at_end = total - penalty, at_end.nan_to_num(nan=0.0) - penalty
         known, lengths = rewarded.rollout.score_values, rewarded.lengths
-        score = total[rewarded.own].double()
-        kept = (~score.isnan()).repeat_interleave(torch.tensor(lengths))
+        kept = (~total[rewarded.own].isnan()).repeat_interleave(torch.tensor(lengths))
         old, values = known[OLD].double(), known[VALUE].double()
         divergence = torch.zeros_like(old)
         if options.compares:
             divergence = ESTIMATORS[options.kl_estimator](old, known[REFERENCE].double())
-        rewards = token_rewards(options.kl_coef * divergence, score.nan_to_num(nan=0.0), lengths)
+        score = at_end[rewarded.own].double().nan_to_num(nan=0.0)
+        rewards = token_rewards(options.kl_coef * divergence, score, lengths)
+        rewards = rewards + steps.at_scores(steps.value * group.weights[steps.function], rewarded.rollout.scored)
         if options.whiten_rewards:
             rewards = whitened(rewards, *moments(rewards, kept, rewarded), shift_mean=False)
         advantages = estimated_advantages(rewards, values, lengths, gamma=options.gamma, lam=options.lam)

@@ -29,6 +29,8 @@ class Completed:
     """The other columns of the dataset, each row's value repeated for its completions."""
     environments: Sequence[Any] | None = None
     """The environment of each completion, where there are some."""
+    tokenizer: Any = None
+    """Of the policy, which finds characters of a completion among its tokens; None where it has several turns."""
     numbers: Sequence[int] | None = None
     """The number of each completion's dataset row, for messages."""
 

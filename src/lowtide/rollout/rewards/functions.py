@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from lowtide.rollout.calls import Caller, CallTimedOut, drop_unawaited
 from lowtide.rollout.rewards.beside import LoggedWrongly
 from lowtide.rollout.rewards.completed import Completed
+from lowtide.rollout.rewards.steps import Column, places_of
 from lowtide.spelling import nearest
 from lowtide.users_functions import stopping_nobody, words_of
 
@@ -121,13 +120,16 @@ class FunctionReward:
                     return number
         return None
 
-    def read(self, result: Any, completed: Completed) -> Float[Tensor, " completions"]:
-        """What the function returned as numbers, in float64, NaN for each None.
+    def read(self, result: Any, completed: Completed) -> Column:
+        """What the function returned as numbers, NaN for each None.
 
         Raises:
-            ValueError: it is not one finite number or None a completion.
+            ValueError: it is not one finite number, None, or rewards of steps a completion.
         """
-        wanted = "It must return a list of one number a completion, None where it does not apply"
+        wanted = (
+            "It must return a list of one number a completion, None where it does not apply, or (token, reward) pairs "
+            "in its place"
+        )
         if isinstance(result, str | Mapping) or not hasattr(result, "__len__") or not hasattr(result, "__getitem__"):
             raise ValueError(f"reward function {self.name!r} returned a {type(result).__name__}. {wanted}")
         try:
@@ -142,8 +144,17 @@ class FunctionReward:
             raise ValueError(
                 f"reward function {self.name!r} returned {count} rewards for {len(completed)} completions. {wanted}"
             )
-        numbers = [self._number(each, number, completed) for number, each in enumerate(values)]
-        return torch.tensor(numbers, dtype=torch.float64)
+        return Column.of([self._one(each, number, completed) for number, each in enumerate(values)])
+
+    def _one(self, value: Any, number: int, completed: Completed) -> float | list[tuple[int, float]]:
+        """The reward of a completion, or those of its steps."""
+        if not isinstance(value, list | tuple | Mapping):
+            return self._number(value, number, completed)
+        try:
+            pairs = list(places_of(value, completed, number))
+        except ValueError as error:
+            raise ValueError(f"reward function {self.name!r}, {completed.where(number)}: {error}") from None
+        return [(place, self._number(each, number, completed)) for place, each in pairs]
 
     def _number(self, value: Any, number: int, completed: Completed) -> float:
         if value is None:
@@ -166,7 +177,7 @@ class FunctionReward:
 
 def call_functions(
     functions: Sequence[FunctionReward], completed: Completed, extras: Mapping[str, Any], caller: Caller
-) -> list[Float[Tensor, " completions"]]:
+) -> list[Column]:
     """The rewards of each function: sync ones one after the other, then async ones together.
 
     Raises:

@@ -39,6 +39,7 @@ from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.rollout.rewards.completed import Completed
+from lowtide.rollout.rewards.steps import Column
 from lowtide.score_rules import LastToken
 from lowtide.step_plan import Limits, cut_rows
 
@@ -161,6 +162,10 @@ class ModelReward:
             return
         cutter(self.model)
         self._together = True
+
+    def column(self, completed: Completed) -> Column:
+        """The rewards, as those of a function."""
+        return Column(self(completed).double())
 
     @torch.no_grad()
     def __call__(self, completed: Completed) -> Float[Tensor, " completions"]:

@@ -15,24 +15,25 @@ import math
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
+from lowtide.objectives.step_rewards import StepRewards
 from lowtide.rollout.calls import Caller, name_of
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.functions import FunctionReward, call_functions, nothing
 from lowtide.rollout.rewards.models import ModelReward, RewardModelOptions, load_reward_model
 from lowtide.rollout.rewards.named import find_reward, is_model_name
+from lowtide.rollout.rewards.scored import Scored, Scorer
 
 logger = logging.getLogger(__name__)
 
 Source = FunctionReward | ModelReward
 
 
-class Rewards:
+class Rewards(Scorer):
     """What scores completions.
 
     Args:
@@ -119,15 +120,15 @@ class Rewards:
                 model.to(device)
         return self
 
-    def __call__(
+    def scored(
         self,
         completed: Completed,
         *,
         trainer_state: Any = None,
         log_extra: Callable[[str, list], None] = nothing,
         log_metric: Callable[[str, float], None] = nothing,
-    ) -> Float[Tensor, "completions functions"]:
-        """The rewards, float64 on the CPU, NaN where a function does not apply.
+    ) -> Scored:
+        """The rewards, and those of steps.
 
         Args:
             trainer_state: the step and epoch, for functions that change with them.
@@ -138,32 +139,33 @@ class Rewards:
             ValueError: a function raised, took too long, or returned what is no reward; names it and the completion.
         """
         rewards = torch.full((len(completed), len(self.sources)), math.nan, dtype=torch.float64)
+        steps: list[tuple[int, int, int, float]] = []
         if len(completed) == 0 and not self.cut_models:
-            return rewards
+            return Scored(rewards, StepRewards.of())
         extras = {"trainer_state": copy.copy(trainer_state), "log_extra": log_extra, "log_metric": log_metric}
         _warn_of_hidden(*sorted(completed.columns.keys() & {*extras, *replace(completed, columns={}).arguments()}))
-        for column, source in enumerate(self.sources):
-            if isinstance(source, ModelReward):
-                rewards[:, column] = source(completed)
-        if len(completed) == 0:
-            return rewards
-        functions = [(n, each) for n, each in enumerate(self.sources) if isinstance(each, FunctionReward)]
-        found = call_functions([each for _, each in functions], completed, extras, self.caller)
-        for (column, _), values in zip(functions, found, strict=True):
-            rewards[:, column] = values
-        _warn_of_unscored(rewards, completed)
-        return rewards
+        found = {n: each.column(completed) for n, each in enumerate(self.sources) if isinstance(each, ModelReward)}
+        if len(completed):
+            functions = [(n, each) for n, each in enumerate(self.sources) if isinstance(each, FunctionReward)]
+            columns = call_functions([each for _, each in functions], completed, extras, self.caller)
+            found |= {n: column for (n, _), column in zip(functions, columns, strict=True)}
+        for number, column in found.items():
+            rewards[:, number] = column.rewards
+            steps += [(completion, place, number, value) for completion, place, value in column.steps]
+        if len(completed):
+            _warn_of_unscored(rewards, completed)
+        return Scored(rewards, StepRewards.of(steps))
 
 
-class NoRewards:
+class NoRewards(Scorer):
     """In the place of rewards, of a method that learns from what is written and not from how good it is."""
 
-    names: ClassVar[list[str]] = []
-    weights: ClassVar[Float[Tensor, " functions"]] = torch.zeros(0, dtype=torch.float64)
+    names = ()
+    weights = torch.zeros(0, dtype=torch.float64)
 
-    def __call__(self, completed: Completed, **_: Any) -> Float[Tensor, "completions functions"]:
+    def scored(self, completed: Completed, **more: Any) -> Scored:
         """[completions, 0]"""
-        return torch.zeros(len(completed), 0, dtype=torch.float64)
+        return Scored(torch.zeros(len(completed), 0, dtype=torch.float64), StepRewards.of())
 
 
 def _source(func: Any, name: str | None, tokenizer: Any, options: RewardModelOptions) -> Source:

@@ -135,6 +135,14 @@ def test_a_name_that_the_hub_does_not_have_ends_the_check(folder, capsys, name):
     assert f"model '{name}' cannot be loaded: there is no such folder" in capsys.readouterr().err
 
 
+def test_a_slice_of_a_split_is_read_as_the_run_reads_it(folder, capsys):
+    entry = json.dumps({"path": "turns.jsonl", "split": "train[:2]"}).replace(" ", "")
+    for words in ("--dataset turns.jsonl --dataset_split train[:2]", f"--datasets turns.jsonl {entry}"):
+        status, found = checked(f"sft --model m {words}", capsys)
+        assert found["rows"][0], found
+        assert status == 0
+
+
 def test_a_share_for_evaluation_is_taken_where_the_number_of_rows_is_known(folder, capsys):
     assert checked("run.yaml --test_split_size 0.5 --eval_strategy steps --eval_steps 1", capsys)[0] == 0
 

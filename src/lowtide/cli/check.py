@@ -13,13 +13,14 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.endings import DOES_NOT_FIT, USER_ERROR, UsageError
 from lowtide.cli.planning.described_run import add_lengths
 from lowtide.cli.training import train
+from lowtide.cli.training.first_rows import PAIRS, UNPAIRED, first_rows, format_of
 from lowtide.compat.argparse import Subparsers
 from lowtide.escaping import shown
 from lowtide.methods import METHODS
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 FIRST_ROWS = 100
 YAML = (".yaml", ".yml")
 SAYS_METHOD = re.compile(r"^#.*\blowtide ([\w.-]*\w)", re.MULTILINE)
-PAIRS, UNPAIRED = ("dpo", "orpo", "cpo", "reward"), ("kto", "bco")
-"""Methods whose rows are pairs, and single completions."""
 NOT_LOOKED_AT = (
     "Not looked at: weights, whether transformers knows the type of model and its quantization, how options go "
     "together, and memory; --memory does all but the first."
@@ -104,8 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
     found.append(_output(given, arguments))
     if given.what.model is not None and (folder := Path(given.what.model).expanduser()).is_dir():
         found.append(_tried("tokenizer", lambda: _tokenizer(folder)))
-    if not arguments.memory:
-        os.environ.setdefault("USE_TORCH", "0")  # which datasets reads: the first rows need no torch
     rows: list[dict[str, Any]] = []
     if arguments.lengths is None:
         found.append(_tried("rows", lambda: _rows(given, rows)))
@@ -182,44 +179,22 @@ def _tokenizer(folder: Path) -> str:
 
 
 def _rows(given: TrainingCommand, first: list[dict[str, Any]]) -> str:
-    """Reads the first rows, as a stream."""
-    from lowtide.process.deferred_imports import without_collection
-
-    with without_collection():
-        from itertools import islice
-
-        what = given.what
-        names = [each for each in (what.dataset, *(what.datasets or ())) if isinstance(each, str)]
-        if any(not Path(name).expanduser().exists() for name in names):
-            return "a name on the hub, where nothing was asked"
-        splits = what.test_split_size is not None  # by the number of rows, which a stream does not tell
-        evaluates = str(given.values.get("eval_strategy", "no")) != "no" and not splits
-        read = replace(what, dataset_streaming=True, test_split_size=None)
-        rows, evaluated = replace(given, what=read).load(evaluates=evaluates)
-        first.extend(dict(row) for row in islice(iter(rows), FIRST_ROWS))
-        if evaluated is not None:
-            next(iter(evaluated), None)
-    if not first:
-        raise ValueError("there are no rows")
-    return f"the first {len(first):,} can be read{'' if evaluated is None else ', and those to evaluate on'}"
+    """Reads the first rows."""
+    found = first_rows(given, FIRST_ROWS)
+    if found is None:
+        return "a name on the hub, where nothing was asked"
+    first.extend(found[0])
+    return f"the first {len(first):,} can be read{', and those to evaluate on' if found[1] else ''}"
 
 
 def _columns(given: TrainingCommand, rows: Sequence[dict[str, Any]], read: list[Any]) -> str:
     """Reads the rows in the method's format; puts the conversations of the first row that has one into `read`."""
-    from lowtide.data.formats.preferences import detect_pairs, detect_unpaired
-    from lowtide.data.formats.reading import RowPlace, detect_format
+    from lowtide.data.formats.reading import RowPlace
 
     columns = list(dict.fromkeys(name for row in rows for name in row))
     source = str(given.what.dataset or "the dataset")
-    method = _like(given.method)
-    if method == "sft":
-        field = given.values.get("dataset_text_field") or "text"
-        row_format: Any = detect_format(columns, text_field=field, source=source)
-    elif method in PAIRS:
-        row_format = detect_pairs(columns, source)
-    elif method in UNPAIRED:
-        row_format = detect_unpaired(columns, source)
-    else:
+    row_format = format_of(given, columns, _like(given.method))
+    if row_format is None:
         return f"{', '.join(columns)}; rows of {given.method} are read when the run starts"
     batch = {name: [row.get(name) for row in rows] for name in columns}
     samples = row_format.read_batch(batch, RowPlace(source, range(len(rows))))

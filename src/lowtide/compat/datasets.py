@@ -8,6 +8,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from datasets import config
+
 
 @contextlib.contextmanager
 def readers_silent() -> Iterator[None]:
@@ -19,6 +21,17 @@ def readers_silent() -> Iterator[None]:
         yield
     finally:
         readers.setLevel(before)
+
+
+@contextlib.contextmanager
+def without_torch() -> Iterator[None]:
+    """Streams that are made within do not import torch, to inherit from its class of streams."""
+    before = config.TORCH_AVAILABLE
+    config.TORCH_AVAILABLE = False
+    try:
+        yield
+    finally:
+        config.TORCH_AVAILABLE = before
 
 
 def fingerprint_of(dataset: Any) -> str:

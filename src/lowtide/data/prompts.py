@@ -25,13 +25,11 @@ from lowtide.data.cache.fingerprint import VERSION, combine, tokenizer_fingerpri
 from lowtide.data.encode.images import ImageExpander, fingerprint_of_processor
 from lowtide.data.encode.message_form import MessageForm
 from lowtide.data.encode.truncation import Truncation
-from lowtide.data.formats.columns import check_media
+from lowtide.data.formats.columns import PROMPT, check_media, check_prompts
 from lowtide.data.formats.conversation import as_said
 from lowtide.data.formats.images import IMAGE_COLUMNS, in_parts, of_prompt, shows_images, shows_part, undecoded
 from lowtide.process.ways_out import in_python
-from lowtide.spelling import nearest
 
-PROMPT = "prompt"
 PROMPT_IDS = "prompt_ids"
 TEACHER_IDS = "teacher_prompt_ids"
 """The column for the tokens that a teacher reads in place of a prompt."""
@@ -184,11 +182,7 @@ def prepare_prompts(
     """
     dataset = dataset if reader is None else undecoded(dataset)
     with reading(dataset, encoder.source, column) as first:
-        if PROMPT not in first:
-            raise ValueError(
-                f"{encoder.source} has no column `prompt`{nearest(PROMPT, list(first))}, only "
-                f"{', '.join(sorted(first))}: rename the column of prompts to `prompt`"
-            )
+        check_prompts(list(first), encoder.source)
     check_media([name for name in first if reader is None or name not in IMAGE_COLUMNS], encoder.source)
     tokens, depends = _Tokens(encoder.of_row, column), [column, getattr(encoder, "template", "")]
     if reader is not None and shows_prompt_images(first):

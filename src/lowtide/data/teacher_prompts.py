@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.data.prompts import PROMPT, PromptEncoder
+from lowtide.data.formats.columns import PROMPT
+from lowtide.data.prompts import PromptEncoder
 
 PRIVILEGED = "privileged_context"
 """The column of what the teacher alone is told."""

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.batches.values import CORRECTION, LOG_CORRECTION, OLD, REFERENCE, SAMPLED, VALUE
-from lowtide.data.prompts import ADDED, PROMPT, PROMPT_IDS, TEACHER_IDS
+from lowtide.data.formats.columns import PROMPT
+from lowtide.data.prompts import ADDED, PROMPT_IDS, TEACHER_IDS
 from lowtide.engine.forward import parted_over, same_rows_of, sequence_of, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel

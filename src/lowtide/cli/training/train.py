@@ -23,6 +23,7 @@ from lowtide.cli.commands import commands
 from lowtide.cli.endings import UsageError
 from lowtide.cli.options import add_options, read_options
 from lowtide.cli.training.adapters import AdapterOptions
+from lowtide.cli.training.first_rows import check_columns
 from lowtide.cli.training.launch import CHOSEN, OF_PROCESSES
 from lowtide.cli.training.option_table import CommandOptions, written_options
 from lowtide.cli.training.run_file import command_of, read_run_file, write_run_file
@@ -363,6 +364,11 @@ class TrainingCommand:
     def output(self) -> Path:
         return Path(self.values["output_dir"])
 
+    @property
+    def writes(self) -> bool:
+        """Whether the policy writes the completions."""
+        return "rollout_func" in options_of_command(self.method).options
+
     def config(self, **changes: Any) -> TrainingArguments:
         """The method's config, with some options changed."""
         config_class: Any = config_of(self.method)
@@ -375,8 +381,7 @@ class TrainingCommand:
         """The rows to train on, and those to evaluate on if there are any."""
         from lowtide.data.formats.text_columns import text_columns
 
-        writes = "rollout_func" in options_of_command(self.method).options
-        return self.what.load(evaluates=evaluates, texts=text_columns(self.values, writes=writes))
+        return self.what.load(evaluates=evaluates, texts=text_columns(self.values, writes=self.writes))
 
     def trainer(self, config: TrainingArguments) -> Any:
         """The method's trainer, its model and data loaded."""
@@ -452,10 +457,11 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: anything that the user can mend; OSError likewise.
     """
-    from lowtide.trainers.checkpoints.lock import only_run_in
-
     given = read_run(arguments)
     checkpoint = _checkpoint(given.what.resume_from_checkpoint, given.output)
+    check_columns(given)
+    from lowtide.trainers.checkpoints.lock import only_run_in
+
     config = given.config()
     with only_run_in(given.output) if config.process_index == 0 else contextlib.nullcontext():
         return _trained(given, config, arguments.options, checkpoint)

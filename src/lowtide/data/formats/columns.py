@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowtide.data.formats.conversation import quoted
+from lowtide.data.formats.likely import proposal
 from lowtide.data.formats.reading import RowFormat
 from lowtide.process.ways_out import in_python
+from lowtide.spelling import nearest
 
 logger = logging.getLogger(__name__)
 
+PROMPT = "prompt"
 MEDIA_COLUMNS = ("image", "images", "pixel_values", "video", "videos", "audio", "audios")
 
 
@@ -45,6 +48,19 @@ def check_read(
     check_media(unused, source, why)
     if unused:
         warn_of_unused(quoted(read), quoted(unused))
+
+
+def check_prompts(columns: Sequence[str], source: str) -> None:
+    """Refuses rows without prompts.
+
+    Raises:
+        ValueError: names what there is.
+    """
+    if PROMPT not in columns:
+        raise ValueError(
+            f"{source} has no column `prompt`{nearest(PROMPT, columns)}, only {', '.join(sorted(columns))}: rename the "
+            f"column of prompts to `prompt`.{proposal(columns, (PROMPT,))}"
+        )
 
 
 def check_media(columns: Sequence[str], source: str, why: str = "text models are trained here") -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.data.sources.places import entries
 from lowtide.methods import METHODS
@@ -21,8 +21,25 @@ from lowtide.parsing import parse_json
 from lowtide.process.deferred_imports import without_collection
 
 if TYPE_CHECKING:
-    from lowtide.cli.training.train import RunOptions, TrainingCommand
     from lowtide.data.formats.reading import RowFormat
+
+
+class Run(Protocol):
+    """What a command line asks for, as `TrainingCommand` has it."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+    @property
+    def what(self) -> Any:
+        """The run's data: `RunOptions`."""
+        ...
+
+    @property
+    def writes(self) -> bool: ...
+    def load(self, *, evaluates: bool, what: Any = None) -> tuple[Any, Any]: ...
+
 
 PAIRS, UNPAIRED = ("dpo", "orpo", "cpo", "reward"), ("kto", "bco")
 """Methods whose rows are pairs, and single completions."""
@@ -30,7 +47,7 @@ MOST_BYTES = 1 << 28
 """Of the files whose columns a run looks at beforehand: JSON is read whole before its first row is."""
 
 
-def first_rows(given: TrainingCommand, count: int) -> tuple[list[dict[str, Any]], bool] | None:
+def first_rows(given: Run, count: int) -> tuple[list[dict[str, Any]], bool] | None:
     """The first rows to train on, read as a stream, and whether there are some to evaluate on; None where they are on
     the hub, which is not asked.
 
@@ -47,7 +64,7 @@ def first_rows(given: TrainingCommand, count: int) -> tuple[list[dict[str, Any]]
             splits = what.test_split_size is not None  # by the number of rows, which a stream does not tell
             evaluates = str(given.values.get("eval_strategy", "no")) != "no" and not splits
             stream = replace(what, dataset_streaming=True, test_split_size=None)
-            rows, evaluated = replace(given, what=stream).load(evaluates=evaluates)
+            rows, evaluated = given.load(evaluates=evaluates, what=stream)
             first = [dict(row) for row in islice(iter(rows), count)]
             if evaluated is not None:
                 next(iter(evaluated), None)
@@ -56,7 +73,7 @@ def first_rows(given: TrainingCommand, count: int) -> tuple[list[dict[str, Any]]
     return first, evaluated is not None
 
 
-def _of_whole_splits(what: RunOptions) -> RunOptions:
+def _of_whole_splits(what: Any) -> Any:
     """The same with `train` in place of `train[:100]`, which streams do not know."""
     listed = [
         parse_json(each) if isinstance(each, str) and each.startswith("{") else each for each in what.datasets or ()
@@ -73,7 +90,7 @@ def _whole(split: str) -> str:
     return re.split(r"[\[+]", str(split))[0]
 
 
-def format_of(given: TrainingCommand, columns: Sequence[str], like: str) -> RowFormat[Any] | None:
+def format_of(given: Run, columns: Sequence[str], like: str) -> RowFormat[Any] | None:
     """How rows with these columns are read; None where the first row does not tell.
 
     Args:
@@ -96,7 +113,7 @@ def format_of(given: TrainingCommand, columns: Sequence[str], like: str) -> RowF
     return detect_unpaired(columns, source) if like in UNPAIRED else None
 
 
-def check_columns(given: TrainingCommand) -> None:
+def check_columns(given: Run) -> None:
     """Refuses rows whose columns no format of the run's method has. The method is a built-in one, since another's
     declaration may import torch, and the rows are those of one dataset, whose files are read within a second.
 
@@ -111,7 +128,7 @@ def check_columns(given: TrainingCommand) -> None:
             format_of(given, list(found[0][0]), given.method)
 
 
-def _places(given: TrainingCommand) -> list[str]:
+def _places(given: Run) -> list[str]:
     """Where the run reads rows."""
     what = given.what
     listed = [each.get("path") if isinstance(each, dict) else each for each in what.datasets or ()]

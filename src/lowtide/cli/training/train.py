@@ -377,11 +377,15 @@ class TrainingCommand:
         }
         return config_class(**chosen | {"model_init_kwargs": self.what.model_init()})
 
-    def load(self, *, evaluates: bool) -> Loaded:
-        """The rows to train on, and those to evaluate on if there are any."""
+    def load(self, *, evaluates: bool, what: RunOptions | None = None) -> Loaded:
+        """The rows to train on, and those to evaluate on if there are any.
+
+        Args:
+            what: these, in place of the run's own.
+        """
         from lowtide.data.formats.text_columns import text_columns
 
-        return self.what.load(evaluates=evaluates, texts=text_columns(self.values, writes=self.writes))
+        return (what or self.what).load(evaluates=evaluates, texts=text_columns(self.values, writes=self.writes))
 
     def trainer(self, config: TrainingArguments) -> Any:
         """The method's trainer, its model and data loaded."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from typing import Any, NamedTuple
 
@@ -53,8 +53,38 @@ def main() -> int:
 
 
 def write_page() -> None:
-    """Writes the page of what is installed here."""
-    PAGE.write_text(page(licences(EXTRAS)), encoding="utf-8")
+    """Writes the page of what is installed here. Of an extra that is not whole here, the rows that the page has stay;
+    which these are is printed."""
+    recorded = written() if PAGE.exists() else {}
+    found = licences(EXTRAS)
+    kept, missing = kept_rows(found, recorded, {extra: missing_of(extra) for extra in EXTRAS})
+    for extra, names in missing.items():
+        rows = ", ".join(each.name for each in kept if each.extra == extra) or "none"
+        print(f"lowtide[{extra}]: {', '.join(names)} not installed here; rows kept as they were recorded: {rows}")
+    order = ("", *EXTRAS)
+    rows = sorted([*found, *kept], key=lambda each: (order.index(each.extra), each.name))
+    PAGE.write_text(page(rows), encoding="utf-8")
+
+
+def kept_rows(
+    found: Iterable[Licence], recorded: Mapping[str, Licence], missing: Mapping[str, Sequence[str]]
+) -> tuple[list[Licence], dict[str, Sequence[str]]]:
+    """The recorded rows of extras that are not whole here, and what each of these extras lacks."""
+    names, lacking = {each.name for each in found}, {extra: each for extra, each in missing.items() if each}
+    return [row for name, row in recorded.items() if name not in names and row.extra in lacking], lacking
+
+
+def missing_of(extra: str) -> list[str]:
+    """The packages that an extra names and that are not installed."""
+    absent = []
+    for requirement in map(Requirement, distribution("lowtide").requires or ()):
+        marker = requirement.marker
+        if marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""}):
+            try:
+                distribution(requirement.name)
+            except PackageNotFoundError:
+                absent.append(canonical(requirement.name))
+    return absent
 
 
 EXTRAS = ("bnb", "ao", "low-rank", "gguf")
@@ -126,7 +156,11 @@ def _with(each: Licence) -> str:
 def written() -> Mapping[str, Licence]:
     """What the page says, by name."""
     rows = re.findall(r"^\| ([^ |]+) \| ([^|]+) \| ([^|]+) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return {name: Licence(name, version, licence, extra) for name, version, licence, extra in rows if name != "package"}
+    return {
+        name: Licence(name, version, licence, with_.removeprefix("`lowtide[").removesuffix("]`"))
+        for name, version, licence, with_ in rows
+        if name != "package"
+    }
 
 
 if __name__ == "__main__":

@@ -5,7 +5,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from bench.docs.licences import EXTRAS, IN_A_FILE, PAGE, SAID_NOTHING, canonical, licence_of, licences, page, written
+from bench.docs.licences import (
+    EXTRAS,
+    IN_A_FILE,
+    PAGE,
+    SAID_NOTHING,
+    Licence,
+    canonical,
+    kept_rows,
+    licence_of,
+    licences,
+    page,
+    written,
+)
 from tests.support.packaging import ROOT
 
 PINNED = dict(
@@ -62,3 +74,10 @@ def test_a_licence_is_told_from_what_the_metadata_say(package, said):
 def test_the_extras_that_are_looked_at_are_some():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert {*EXTRAS} <= project["optional-dependencies"].keys()
+
+
+def test_rows_of_extras_that_are_not_installed_here_stay():
+    recorded = {name: Licence(name, "1", "MIT", extra) for name, extra in {"a": "", "g": "gguf", "b": "bnb"}.items()}
+    kept, lacking = kept_rows([recorded["a"]], recorded, {"gguf": ["g"], "bnb": []})
+    assert kept == [recorded["g"]]  # what nothing needs any more goes
+    assert lacking == {"gguf": ["g"]}

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from lowtide.spelling import nearest
@@ -119,8 +120,26 @@ def find_function(path: str, title: str) -> Callable[..., Any]:
     return found
 
 
+def check_no_file(path: str, title: str) -> None:
+    """Refuses a file, `./rewards.py` or `rewards.py:length`, in the place of a function's path.
+
+    Raises:
+        ValueError: says what the function's path is.
+    """
+    file, _, name = path.partition(":")
+    if not file.endswith(".py") and not (os.sep in file and os.path.isfile(file)):
+        return
+    module = Path(os.path.relpath(file)).with_suffix("")
+    where = f", run in {module.parent}" if ".." in module.parts else ""
+    dotted = ".".join([module.name] if where else module.parts)
+    raise ValueError(
+        f"{title} {path!r} is a file: name the function in it by its path, as {dotted}.{name or 'NAME'}{where}"
+    )
+
+
 def find_named(path: str, title: str) -> Any:
     """As `find_function`, what stands at a path, of any kind."""
+    check_no_file(path, title)
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise ValueError(f"{title} {path!r} is no path of a function such as my_module.my_function")

@@ -42,6 +42,14 @@ RUNS = {
         "no option --max_lenght; did you mean",
     ),
     "rows to measure": ("lengths rosw.jsonl --tokenizer m", "there is no file or folder 'rosw.jsonl'"),
+    "a file of rewards": (
+        "grpo --model m --dataset rows.jsonl --reward_funcs length ./rewards.py",
+        "reward_funcs './rewards.py' is a file: name the function in it by its path, as rewards.NAME",
+    ),
+    "a function of a file": (
+        "grpo --model m --dataset rows.jsonl --tools own/tools.py:look",
+        "tools 'own/tools.py:look' is a file: name the function in it by its path, as own.tools.look",
+    ),
     "budget": ("plan sft --model m --lengths 8x8 --budget 24XB", "memory budget '24XB' is no amount of memory"),
 }
 COLUMNS = {

@@ -159,3 +159,11 @@ def test_a_function_by_its_path(tmp_path, monkeypatch):
 
 def test_built_in_names_are_functions():
     assert all(callable(each) for each in BUILTIN.values())
+
+
+def test_a_file_of_rewards_is_no_model_and_its_function_is_named(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for path, named in {"./r.py": r"as r\.NAME$", "../r.py:short": r"as r\.short, run in \.\.$"}.items():
+        with pytest.raises(ValueError, match=rf"is a file: name the function in it by its path, {named}"):
+            Rewards([path])

@@ -36,6 +36,7 @@ from lowtide.option import Group, option
 from lowtide.option_values import Option, options_of
 from lowtide.process.deferred_imports import without_collection
 from lowtide.trainers.checkpoints.output_folder import check_is_checkpoint, check_output, checkpoints_of
+from lowtide.users_functions import check_no_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -52,6 +53,8 @@ OF_MODELS = (
     *("reward_model_path", "sft_model_path"),
 )
 """The options that name a model."""
+OF_FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func", "judge")
+"""The options that name functions by their paths."""
 ROWS = {
     "lowtide gpus": "",
     "lowtide check": "",
@@ -452,6 +455,9 @@ def read_run(arguments: argparse.Namespace, *, has_rows: bool | None = None, **c
     for name in OF_MODELS:
         if isinstance(values.get(name), str):
             check_model_place(values[name], name)
+    for name in OF_FUNCTIONS:
+        for path in [values[name]] if isinstance(values.get(name), str) else values.get(name) or ():
+            check_no_file(path, name)
     return TrainingCommand(arguments.method, values, what, adapters)
 
 

@@ -27,6 +27,7 @@ from lowtide.rollout.rewards.functions import FunctionReward, call_functions, no
 from lowtide.rollout.rewards.models import ModelReward, RewardModelOptions, load_reward_model
 from lowtide.rollout.rewards.named import find_reward, is_model_name
 from lowtide.rollout.rewards.scored import Scored, Scorer
+from lowtide.users_functions import check_no_file
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,8 @@ class NoRewards(Scorer):
 
 
 def _source(func: Any, name: str | None, tokenizer: Any, options: RewardModelOptions) -> Source:
+    if isinstance(func, str):
+        check_no_file(func, "reward")
     if isinstance(func, str) and is_model_name(func):
         name = name or func.rstrip("/").split("/")[-1]
         func, own = load_reward_model(func, options)

@@ -30,7 +30,7 @@ from lowtide.engine.forward import causal_model, vocabulary
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.token_value import TokenValue
-from lowtide.engine.heads.value import Value
+from lowtide.engine.heads.value import STEP_SEPARATOR, Value
 from lowtide.engine.images import run_tower
 from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.positions import made_for, position_table
@@ -68,7 +68,7 @@ from lowtide.run.inputs.images import (
     image_reader,
     spreads_weights,
 )
-from lowtide.run.inputs.loading import load_inputs, note_turns, set_padding, stop_ids
+from lowtide.run.inputs.loading import load_inputs, note_separator, note_turns, set_padding, stop_ids
 from lowtide.run.inputs.row_checks import check_budget, check_masks
 from lowtide.run.optimizers import check_package
 from lowtide.run.references import ReferenceMaker, check_head_taught
@@ -207,6 +207,8 @@ class TrainingRun:
             set_padding(causal_model(model), tokenizer, args)  # what the head passes over
         if method.head is Value:
             note_turns(causal_model(model), tokenizer, args)
+        if hasattr(args, STEP_SEPARATOR):
+            note_separator(causal_model(model), args)
         return model, tokenizer, processing_class
 
     def _check_streamed(self) -> None:

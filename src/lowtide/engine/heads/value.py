@@ -13,6 +13,8 @@ from lowtide.score_rules import LastToken, ScoreRule
 
 TURNS_READ = "lowtide_turns"
 """In a reward model's config: how the answers of conversations were taken that its values were learned on."""
+STEP_SEPARATOR = "step_separator"
+"""In the same place of a process reward model: what stands behind each step."""
 TURNS_FILE = f"{TURNS_READ}.json"
 """The same in a folder of adapters, which has no config of a model."""
 VALUES = "values"

@@ -16,6 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowtide.compat.torch import without_modes
 from lowtide.engine.forward import causal_model, install
+from lowtide.engine.heads.classes import TOKEN_CLASSIFIERS, TokenClasses
+from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.value import Value
 from lowtide.planner.tracing.described_model import DescribedModel, config_of_model
 from lowtide.planner.tracing.trace import REWARD, StorageTrace
@@ -70,7 +72,8 @@ def _described(reward: Any) -> DescribedModel | str | None:
         return None
     if getattr(config, "quantization_config", None) is not None:
         return f"reward model {config.name_or_path or config.model_type} is not counted: it is quantized"
-    return DescribedModel(config, dtype, Value)
+    of_steps = any(each in TOKEN_CLASSIFIERS for each in config.architectures or ())
+    return DescribedModel(config, dtype, TokenClasses if of_steps else Value)
 
 
 def make_reward_models(described: Iterable[DescribedModel], trace: StorageTrace) -> list[nn.Module]:
@@ -78,7 +81,7 @@ def make_reward_models(described: Iterable[DescribedModel], trace: StorageTrace)
     made = []
     for each in described:
         model = each.of_layers(each.layers).eval()
-        install(model, padding_free=Value.why_not(model) is None)
+        install(model, padding_free=_head_of(model).why_not(model) is None)
         trace.belongs((*model.parameters(), *model.buffers()), REWARD)
         made.append(model)
     return made
@@ -101,7 +104,14 @@ def reward_completions(
     for model in models:
         inner: Any = causal_model(model)
         with without_modes():
-            parts = microbatches(groups, TOKENS, Value.pad_id(inner))
+            head = _head_of(inner)
+            parts = microbatches(groups, TOKENS, head.pad_id(inner))
             heaviest = max((part for _, part in parts), key=lambda part: part.tokens)
-        found.append(values_at_ends(model, heaviest.map(fake.from_tensor), padding_free=Value.why_not(model) is None))
+        runs = head.why_not(inner) is None
+        found.append(values_at_ends(model, heaviest.map(fake.from_tensor), head, padding_free=runs))
     return found
+
+
+def _head_of(model: nn.Module) -> type[Head]:
+    """What is read off a reward model: a value of a text, or labels of its steps."""
+    return TokenClasses if TokenClasses.why_not(causal_model(model)) is None else Value

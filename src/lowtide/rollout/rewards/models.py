@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -27,7 +27,7 @@ from lowtide.data.encode.message_form import MessageForm
 from lowtide.data.formats.conversation import as_said
 from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.engine.forward import causal_model, compute_in, embedding_weight, install, score_shared
-from lowtide.engine.heads.head import Scores
+from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.heads.value import TURNS_READ, Value
 from lowtide.engine.layers.rotary import kinds_by_length
 from lowtide.engine.probe import Probe, probe
@@ -40,7 +40,7 @@ from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
 from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.steps import Column
-from lowtide.score_rules import LastToken
+from lowtide.score_rules import IGNORE, OWN_TOKEN, LastToken
 from lowtide.step_plan import Limits, cut_rows
 
 limit_templates()
@@ -90,10 +90,12 @@ class Group(NamedTuple):
 
     prefix: Sequence[int]
     """Tokens that all begin with; may be empty."""
-    rests: list[Sequence[int]]
+    rests: Sequence[Sequence[int]]
     """The tokens of each after that; none is empty."""
     numbers: list[int]
     """The place of each among all completions."""
+    ends: Sequence[Sequence[int]] | None = None
+    """The tokens of each rest at which it is read; None for its last one."""
 
     @property
     def tokens(self) -> int:
@@ -101,7 +103,7 @@ class Group(NamedTuple):
 
 
 class ModelReward:
-    """A reward model as a column of rewards.
+    """A reward model as a column of rewards: one number at the end of a text.
 
     Args:
         model: loaded; moved to no device, put into evaluation mode.
@@ -112,6 +114,9 @@ class ModelReward:
         ValueError: it has not one label, or no tokenizer is known that goes with it.
     """
 
+    head: ClassVar[type[Head]] = Value
+    """What is read off its hidden states."""
+
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, name: str, options: RewardModelOptions
     ) -> None:
@@ -121,12 +126,7 @@ class ModelReward:
         except ValueError:  # no transformers model, or one that is compiled
             self._inner = None
         config: Any = getattr(self._inner or model, "config", None)
-        labels = getattr(config, "num_labels", 1)
-        if labels != 1:
-            raise ValueError(
-                f"reward model {name!r} gives {labels} numbers, and a reward is one: load it with num_labels=1, or "
-                "wrap it into a reward function that chooses"
-            )
+        self._check_labels(getattr(config, "num_labels", None))
         own: Any = tokenizer
         if own is None:
             own = load_tokenizer(getattr(config, "name_or_path", "") or name)
@@ -141,6 +141,13 @@ class ModelReward:
         self._proved: Probe | None = None
         self._asked = False
         self._together = False
+
+    def _check_labels(self, labels: int | None) -> None:
+        if labels not in (None, 1):
+            raise ValueError(
+                f"reward model {self.name!r} gives {labels} numbers, and a reward is one: load it with num_labels=1, "
+                "or wrap it into a reward function that chooses"
+            )
 
     @property
     def padding_free(self) -> bool:
@@ -157,7 +164,7 @@ class ModelReward:
             cutter: cuts a model.
         """
         placed = getattr(self._inner, "hf_device_map", None) is not None or getattr(self._inner, "is_quantized", False)
-        if self._inner is None or placed or Value.why_not(self._inner) is not None:
+        if self._inner is None or placed or self.head.why_not(self._inner) is not None:
             logger.info("reward model %r stays whole on each rank", self.name)
             return
         cutter(self.model)
@@ -178,7 +185,10 @@ class ModelReward:
         for number, ids in enumerate(token_ids):
             if len(ids) == 0:
                 raise ValueError(f"reward model {self.name!r} has no token to read for {completed.where(number)}")
-        rewards = self._forward(completed, token_ids)
+        whole = group_by_prompt(completed.prompts, token_ids, self._shares)
+        rewards = self._forward(
+            len(token_ids), max(map(len, token_ids), default=0), lambda: self._parts(whole, token_ids)
+        )
         if not rewards.isfinite().all():
             number = int((~rewards.isfinite()).nonzero()[0])
             raise ValueError(f"reward model {self.name!r} gives {rewards[number]:g} for {completed.where(number)}")
@@ -257,7 +267,7 @@ class ModelReward:
 
     def _prove(self) -> Probe | None:
         """Puts the engine into the model; None where it runs its own forward."""
-        if self._inner is None or not self.options.padding_free or Value.why_not(self._inner) is not None:
+        if self._inner is None or not self.options.padding_free or self.head.why_not(self._inner) is not None:
             return None
         if prompt_config(self.model) is not None:  # virtual tokens stand before each padded row
             return None
@@ -276,18 +286,22 @@ class ModelReward:
         logger.warning("reward model %r runs padded: %s", self.name, reason)
         return None
 
-    def _forward(self, completed: Completed, token_ids: Sequence[Sequence[int]]) -> Float[Tensor, " completions"]:
-        """The rewards, with half the tokens a micro-batch each time that memory runs out."""
+    def _forward(self, count: int, longest: int, parts: Callable[[], Iterable[Part]]) -> Float[Tensor, " numbers"]:
+        """So many numbers, with half the tokens a micro-batch each time that memory runs out.
+
+        Args:
+            longest: tokens of the longest row.
+            parts: the micro-batches, of as many tokens as they may have.
+        """
         self.model.eval()
-        rewards = torch.zeros(len(token_ids))
+        numbers = torch.zeros(count)
         while True:
             try:
-                parts = self._ragged(completed, token_ids) if self.padding_free else self._padded(token_ids)
-                for numbers, forward in self._as_often_as_others(parts):
-                    rewards[numbers] = forward().float().cpu()
-                return rewards
+                for places, forward in self._as_often_as_others(parts()):
+                    numbers[places] = forward().float().cpu()
+                return numbers
             except Exception as error:
-                if self._together or not is_out_of_memory(error) or self._cap < max(map(len, token_ids)):
+                if self._together or not is_out_of_memory(error) or self._cap < longest:
                     raise
                 drop_frames(error)
             self._cap //= 2
@@ -301,52 +315,78 @@ class ModelReward:
             return parts
         parts, device = list(parts), embedding_weight(self.model).device
         idle = lay_groups([Group([], [[0]], [])], None).to(device)
-        own = functools.partial(values_at_ends, self.model, idle, padding_free=self.padding_free)
+        own = functools.partial(values_at_ends, self.model, idle, self.head, padding_free=self.padding_free)
         return [*parts, *[([], lambda: own()[:0])] * (worst_of_ranks(len(parts), device) - len(parts))]
 
-    def _ragged(self, completed: Completed, token_ids: Sequence[Sequence[int]]) -> Iterator[Part]:
-        """The completions, micro-batch by micro-batch."""
-        assert self._inner is not None
+    @property
+    def _shares(self) -> bool:
+        """Whether what rows begin with is computed once."""
+        if self._inner is None or not self.padding_free:
+            return False
         shares = self.options.prefix_sharing and cast(Probe, self._proved).shares_prefixes
-        shares = shares and not kinds_by_length(self._inner)  # prompts of rows that need different tables
-        whole = group_by_prompt(completed.prompts, token_ids, shares)
-        device = embedding_weight(self.model).device
-        for groups, part in microbatches(whole, self._cap, Value.pad_id(self._inner)) if whole else ():
+        return shares and not kinds_by_length(self._inner)  # prompts of rows that need different tables
+
+    def _parts(self, whole: Sequence[Group], token_ids: Sequence[Sequence[int]]) -> Iterator[Part]:
+        """The completions, micro-batch by micro-batch."""
+        if not self.padding_free:
+            yield from self._padded(token_ids)
+            return
+        for groups, part in self._laid(whole):
             numbers = [number for group in groups for number in group.numbers]
-            yield numbers, functools.partial(values_at_ends, self.model, part.to(device))
+            yield numbers, functools.partial(values_at_ends, self.model, part)
+
+    def _laid(self, whole: Sequence[Group]) -> Iterator[tuple[list[Group], RaggedBatch]]:
+        """Micro-batches, where the model is."""
+        assert self._inner is not None
+        device = embedding_weight(self.model).device
+        for groups, part in microbatches(whole, self._cap, self.head.pad_id(self._inner)) if whole else ():
+            yield groups, part.to(device)
 
     def _padded(self, token_ids: Sequence[Sequence[int]]) -> Iterator[Part]:
-        """The same by the model's own forward, rows of like length together."""
+        """The same by the model's own forward."""
+        for numbers in self._alike(token_ids):
+            rows = [token_ids[number] for number in numbers]
+            yield numbers, functools.partial(lambda rows: self._own_logits(rows)[:, 0], rows)
+
+    def _alike(self, token_ids: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+        """The numbers of rows of like length together."""
         order = sorted(range(len(token_ids)), key=lambda number: -len(token_ids[number]))
         while order:
             count = max(self._cap // len(token_ids[order[0]]), 1)
             numbers, order = order[:count], order[count:]
-            yield numbers, functools.partial(self._by_own_forward, [token_ids[number] for number in numbers])
+            yield numbers
 
-    def _by_own_forward(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
-        """[completions]: the rewards of one padded batch."""
+    def _own_logits(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
+        """What the model's own forward says of one padded batch."""
         device, dtype = next(self.model.parameters()).device, self.options.computed_in
         inputs = self.tokenizer.pad({"input_ids": token_ids}, padding_side="right", return_tensors="pt").to(device)
         with nullcontext() if dtype is None else torch.autocast(device.type, dtype, cache_enabled=False):
-            return self.model(**inputs).logits[:, 0]
+            return self.model(**inputs).logits
 
 
-def values_at_ends(model: nn.Module, batch: RaggedBatch, *, padding_free: bool = True) -> Float[Tensor, " scores"]:
+def values_at_ends(
+    model: nn.Module, batch: RaggedBatch, head: type[Head] = Value, *, padding_free: bool = True
+) -> Float[Tensor, "scores ..."]:
     """What a reward model that the engine is in says of a micro-batch of `microbatches`."""
-    scores = Scores(batch.score_index, batch.score_target, head=Value)
-    return score_shared(model, batch, scores, padding_free=padding_free).scored
+    scores = Scores(batch.score_index, batch.score_target, head=head)
+    return score_shared(model, batch, scores, padding_free=padding_free).stats[head.statistic]
 
 
-def load_reward_model(name: str, options: RewardModelOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_reward_model(
+    name: str, options: RewardModelOptions, head: type[Head] = Value
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A reward model by hub name or path, and its tokenizer.
+
+    Args:
+        head: what is read off it.
 
     Raises:
         ValueError: there is none, or its files hold no trained value head.
     """
     init = model_init(options.init)
     try:
-        arguments = {"dtype": "auto", **Value.config_values, **init}
-        model = load_complete(Value.loader(saved_config(name, init)), name, **arguments)
+        arguments = {"dtype": "auto", **head.config_values, **init}
+        model = load_complete(head.loader(saved_config(name, init)), name, **arguments)
     except OSError as error:
         line = str(error).strip().split("\n")[0]
         raise ValueError(f"reward model {name!r} cannot be loaded: {line}") from error
@@ -381,8 +421,9 @@ def microbatches(groups: Sequence[Group], cap: int, pad_id: int | None) -> Itera
 
 
 def lay_groups(groups: Sequence[Group], pad_id: int | None) -> RaggedBatch:
-    """The ragged batch of some groups, each a row, with one score at the end of each completion."""
+    """The ragged batch of some groups, each a row, with one score at the end of each completion, or at its `ends`."""
     segments: list[Sequence[int]] = []
+    labels: list[list[int]] = []
     prefix: list[int] = []
     row: list[int] = []
     for number, group in enumerate(groups):
@@ -390,11 +431,14 @@ def lay_groups(groups: Sequence[Group], pad_id: int | None) -> RaggedBatch:
         if group.prefix:
             before = len(segments)
             segments, prefix, row = [*segments, group.prefix], [*prefix, -1], [*row, number]
+            labels.append([IGNORE] * len(group.prefix))
+        for rest, ends in zip(group.rests, group.ends or [()] * len(group.rests), strict=True):
+            labels.append([0 if place in ends else IGNORE for place in range(len(rest))])
         segments += group.rests
         prefix += [before] * len(group.rests)
         row += [number] * len(group.rests)
-    rule = LastToken(pad_id)
-    return RaggedBatch.from_segments(segments, prefix=prefix, row=row, score_rule=rule)
+    rule = LastToken(pad_id) if groups[0].ends is None else OWN_TOKEN
+    return RaggedBatch.from_segments(segments, labels, prefix=prefix, row=row, score_rule=rule)
 
 
 def _common(token_ids: list[list[int]]) -> int:
@@ -406,14 +450,18 @@ def _common(token_ids: list[list[int]]) -> int:
 
 def _cut(group: Group, cap: int) -> Iterator[Group]:
     """A group in parts of at most `cap` tokens each where that can be, each with the prefix."""
-    rests: list[Sequence[int]] = []
-    numbers: list[int] = []
-    for rest, number in zip(group.rests, group.numbers, strict=True):
-        if rests and len(group.prefix) + sum(map(len, rests)) + len(rest) > cap:
-            yield Group(group.prefix, rests, numbers)
-            rests, numbers = [], []
-        rests, numbers = [*rests, rest], [*numbers, number]
-    yield Group(group.prefix, rests, numbers)
+    first, tokens = 0, len(group.prefix)
+    for place, rest in enumerate(group.rests):
+        if place > first and tokens + len(rest) > cap:
+            yield _part(group, first, place)
+            first, tokens = place, len(group.prefix)
+        tokens += len(rest)
+    yield _part(group, first, len(group.rests))
+
+
+def _part(group: Group, first: int, stop: int) -> Group:
+    ends = None if group.ends is None else group.ends[first:stop]
+    return Group(group.prefix, group.rests[first:stop], group.numbers[first:stop], ends)
 
 
 def _with_padding(tokenizer: Any, name: str) -> Any:

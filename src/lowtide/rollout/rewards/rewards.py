@@ -26,6 +26,7 @@ from lowtide.rollout.rewards.completed import Completed
 from lowtide.rollout.rewards.functions import FunctionReward, call_functions, nothing
 from lowtide.rollout.rewards.models import ModelReward, RewardModelOptions, load_reward_model
 from lowtide.rollout.rewards.named import find_reward, is_model_name
+from lowtide.rollout.rewards.process_models import ProcessReward, is_process_model
 from lowtide.rollout.rewards.scored import Scored, Scorer
 from lowtide.users_functions import check_no_file
 
@@ -174,11 +175,13 @@ def _source(func: Any, name: str | None, tokenizer: Any, options: RewardModelOpt
         check_no_file(func, "reward")
     if isinstance(func, str) and is_model_name(func):
         name = name or func.rstrip("/").split("/")[-1]
-        func, own = load_reward_model(func, options)
-        return ModelReward(func, own if tokenizer is None else tokenizer, name, options)
+        kind = ProcessReward if is_process_model(func, options.init) else ModelReward
+        func, own = load_reward_model(func, options, kind.head)
+        return kind(func, own if tokenizer is None else tokenizer, name, options)
     if isinstance(func, nn.Module):
         path = getattr(getattr(func, "config", None), "name_or_path", "") or type(func).__name__
-        return ModelReward(func, tokenizer, name or path.rstrip("/").split("/")[-1], options)
+        kind = ProcessReward if is_process_model(func) else ModelReward
+        return kind(func, tokenizer, name or path.rstrip("/").split("/")[-1], options)
     if isinstance(func, str):
         func = find_reward(func)
     if not callable(func):

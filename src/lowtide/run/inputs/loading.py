@@ -15,7 +15,7 @@ from lowtide.data.encode.chat import adopt_chat_template
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads.head import Head
 from lowtide.engine.heads.language_model import LanguageModel
-from lowtide.engine.heads.value import TURNS_READ
+from lowtide.engine.heads.value import STEP_SEPARATOR, TURNS_READ
 from lowtide.engine.weights.complete_weights import base_of_adapters, load_adapters
 from lowtide.engine.weights.labels import name_labels
 from lowtide.engine.weights.loading import check_tokenizer, load_model, load_tokenizer
@@ -207,6 +207,11 @@ def note_turns(model: Any, tokenizer: PreTrainedTokenizerBase | None, args: Any)
     if tokenizer is not None:
         noted = {"turns": args.turns, "thought_end": args.thought_end, "stop_ids": stop_ids(model, tokenizer)}
         setattr(model.config, TURNS_READ, noted)
+
+
+def note_separator(model: Any, args: Any) -> None:
+    """Has a process reward model's config say what stands behind each step, for what reads the model later."""
+    setattr(model.config, TURNS_READ, {STEP_SEPARATOR: args.step_separator})
 
 
 def set_padding(model: Any, tokenizer: PreTrainedTokenizerBase | None, args: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from lowtide.compat.hub import go_offline_if_unreachable
 from lowtide.data.encode.chat import adopt_chat_template
 from lowtide.engine.forward import install
 from lowtide.engine.weights.complete_weights import ADAPTER_CONFIG, MODEL_CONFIG, base_of_adapters
@@ -71,6 +72,7 @@ def folder_of(run: str) -> str:
     if not folder.is_dir():
         if folder.is_file() or run.startswith((".", "/", "~")) or run.count("/") > 1:
             raise ValueError(f"there is no folder {run!r}: give the output_dir of a run, or a model's name on the hub")
+        go_offline_if_unreachable([run])
         return run
     if any((folder / name).is_file() for name in (MODEL_CONFIG, ADAPTER_CONFIG)):
         return str(folder)

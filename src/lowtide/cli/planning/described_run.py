@@ -14,6 +14,7 @@ from lowtide.cli.options import read_options
 from lowtide.cli.training import train
 from lowtide.cli.training.run_file import read_run_file
 from lowtide.compat.argparse import ArgumentGroup, Subparsers
+from lowtide.compat.hub import go_offline_if_unreachable
 from lowtide.methods import METHODS
 
 if TYPE_CHECKING:
@@ -177,6 +178,7 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     values |= read_options(arguments, options)
     with tempfile.TemporaryDirectory() as folder:  # nothing is written where the run would write
         run = train.read_run(arguments, has_rows=arguments.lengths is not None, output_dir=folder)
+    _reach_hub(run.what.model, run.what.dataset)
     config = train.config_of(run.method)
     given = {name: value for name, value in values.items() if name in train.option_names(config)}
     if run.what.model_init():
@@ -184,6 +186,14 @@ def described_run(arguments: argparse.Namespace) -> DescribedRun:
     one = hasattr(arguments, "device") and not getattr(arguments, "devices", None)
     device = device_of(arguments) if one else None
     return DescribedRun(run, values, given, arguments.lengths, device)
+
+
+def _reach_hub(model: str | None, dataset: str | None) -> None:
+    """Says where the hub cannot be reached that has them; the shapes of well-known models are built in."""
+    from lowtide.planner.answers.known_models import known_config
+
+    built_in = model is not None and known_config(model) is not None
+    go_offline_if_unreachable([None if built_in else model, dataset])
 
 
 def _check_names(arguments: argparse.Namespace) -> None:

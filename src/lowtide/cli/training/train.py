@@ -28,6 +28,7 @@ from lowtide.cli.training.launch import CHOSEN, OF_PROCESSES
 from lowtide.cli.training.option_table import CommandOptions, written_options
 from lowtide.cli.training.run_file import command_of, read_run_file, write_run_file
 from lowtide.compat.argparse import ArgumentGroup, Subparsers
+from lowtide.compat.hub import go_offline_if_unreachable
 from lowtide.data.sources.places import check_place
 from lowtide.engine.weights.places import check_model_place
 from lowtide.methods import METHODS
@@ -470,6 +471,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = read_run(arguments)
     checkpoint = _checkpoint(given.what.resume_from_checkpoint, given.output)
     check_columns(given)
+    go_offline_if_unreachable([*(given.values.get(name) for name in OF_MODELS), given.what.dataset])
     from lowtide.trainers.checkpoints.lock import only_run_in
 
     config = given.config()

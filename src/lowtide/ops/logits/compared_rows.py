@@ -12,7 +12,8 @@ g = log q - log p for beta = 1 and g = (1 - beta) (log q - log m) between. As in
 taken out.
 
 On a support, p and q are those of the student's likeliest tokens alone, made to add up to 1 or with one more token for
-all others. Of so few numbers a row, autograd takes the gradient.
+all others. Distributions over two vocabularies have a distance of their own (`ops.logits.across_vocabularies`). Of both
+autograd takes the gradient, a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lowtide.ops.logits.across_vocabularies import Across, divergence
 from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, Support, TorchRows, Want
 
 LEAST_LEFT = -1e-7
@@ -39,6 +41,11 @@ class Comparison(NamedTuple):
     """From 0 to 1."""
     support: Support | None = None
     """The tokens that are compared; None for all."""
+    across: Across | None = None
+    """The two vocabularies have other tokens, and this is how they are compared."""
+    merged: tuple[Tensor, Tensor] | None = None
+    """[rows] each, then: the log-probabilities of the other tokens of each row's span, the student's and the
+    teacher's."""
 
 
 class ComparedRows(TorchRows):
@@ -61,18 +68,22 @@ class ComparedRows(TorchRows):
         vocab: int | None = None,
     ):
         """As of `TorchRows`; `teacher` [rows, its vocab] is used up likewise."""
-        assert how.support is None or vocab is None, "a support goes with whole vocabularies"
-        common = min(logits.shape[1], teacher.shape[1])
-        self.beyond, self.beta, self.support = logits[:, common:], how.beta, how.support
-        scratch = None if scratch is None else scratch[..., :common]
-        super().__init__(logits[:, :common], target, projection, scratch, vocab)
-        self.theirs = TorchRows(teacher[:, :common], target, how.projection).x.to(self.x.dtype)
+        assert vocab is None or (how.support is None and how.across is None), "these go with whole vocabularies"
+        ours, theirs = logits.shape[1], teacher.shape[1]
+        if how.across is None:
+            ours = theirs = min(ours, theirs)
+        self.beyond, self.how = logits[:, ours:], how
+        scratch = None if scratch is None else scratch[..., :ours]
+        super().__init__(logits[:, :ours], target, projection, scratch, vocab)
+        self.theirs = TorchRows(teacher[:, :theirs], target, how.projection).x.to(self.x.dtype)
+        self.span_slopes = self.x.new_empty(0)
 
     def stats(self, want: Want, keep: bool) -> RowStats:
         found = super().stats(want, keep=True)
         if self.elsewhere is not None:
             return found
-        return found._replace(divergences=self.compare(self.their_lse(), lambda of_all: of_all))
+        divergences = self.compare(self.their_lse(), lambda of_all: of_all)
+        return found._replace(divergences=divergences, span_slopes=self.span_slopes)
 
     def their_lse(self) -> Tensor:
         """[rows]: the log-sum-exp of the teacher's logits that lie here."""
@@ -89,25 +100,28 @@ class ComparedRows(TorchRows):
         q, log_q = self.x.div_(self.total), self.shifted.sub_(self.log_total)
         self.top, self.total, self.log_total = self.top + self.log_total, 1.0, 0.0
         log_p = self.theirs.sub_(their_lse[:, None])
-        if self.support is not None:
-            return self._compare_on(self.support, q, log_q, log_p)
-        if self.beta == 0:
+        if self.how.across is not None:
+            return self._compare_across(self.how.across, q, log_q, log_p)
+        if self.how.support is not None:
+            return self._compare_on(self.how.support, q, log_q, log_p)
+        beta = self.how.beta
+        if beta == 0:
             difference = torch.sub(log_p, log_q, out=self._scratch())
             p = log_p.exp_()
             divergences = difference.mul_(p).sum(-1)
             p.neg_().add_(q)
             return summed(divergences)
-        if self.beta == 1:
+        if beta == 1:
             slope = log_p.neg_().add_(log_q)
             divergences = summed(_expected(slope, q))
             slope.sub_(divergences[:, None]).mul_(q)
             return divergences
-        log_m = torch.logaddexp(log_q + math.log1p(-self.beta), log_p + math.log(self.beta), out=self._scratch())
+        log_m = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta), out=self._scratch())
         of_teacher = (log_p - log_m).mul_(log_p.exp_()).sum(-1)
         slope = torch.sub(log_q, log_m, out=log_p)
         of_teacher, of_student = summed(torch.stack([of_teacher, _expected(slope, q)]))
-        slope.sub_(of_student[:, None]).mul_(q).mul_(1 - self.beta)
-        return self.beta * of_teacher + (1 - self.beta) * of_student
+        slope.sub_(of_student[:, None]).mul_(q).mul_(1 - beta)
+        return beta * of_teacher + (1 - beta) * of_student
 
     def _compare_on(self, support: Support, q: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
         """[rows]: the divergences on a support; their slope replaces `log_p`."""
@@ -115,11 +129,24 @@ class ComparedRows(TorchRows):
         with torch.enable_grad():
             ours = chosen.requires_grad_()
             theirs = _adding_up(log_p.gather(-1, place), support)
-            divergences = divergence(_adding_up(ours, support), theirs, self.beta)
+            divergences = divergence(_adding_up(ours, support), theirs, self.how.beta)
             (slope,) = torch.autograd.grad(divergences.sum(), ours)
         torch.mul(q, -slope.sum(-1, keepdim=True), out=log_p)
         log_p.scatter_add_(-1, place, slope)
         return divergences.detach()
+
+    def _compare_across(self, across: Across, q: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
+        """[rows]: the distances between two vocabularies; their slope replaces the teacher's logits."""
+        ours = theirs = 0.0
+        if self.how.merged is not None:
+            ours, theirs = (each.to(log_q)[:, None] for each in self.how.merged)
+        with torch.enable_grad():
+            own = (log_q + ours).requires_grad_()
+            distances = across.distances(own, log_p + theirs)
+            (slope,) = torch.autograd.grad(distances.sum(), own)
+        self.span_slopes = slope.sum(-1)
+        self.theirs = slope.sub_(q * self.span_slopes[:, None])
+        return distances.detach()
 
     def slope(self, slopes: Slopes, entropies: Tensor) -> None:
         super().slope(slopes, entropies)
@@ -129,17 +156,6 @@ class ComparedRows(TorchRows):
     def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
         super().gradient(slopes, entropies)
         self.beyond.zero_()
-
-
-def divergence(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
-    """[rows]: the divergences of a student's log-probabilities [rows, tokens] from a teacher's, with gradients."""
-    if beta == 0:
-        return (log_p.exp() * (log_p - log_q)).sum(-1)
-    if beta == 1:
-        return (log_q.exp() * (log_q - log_p)).sum(-1)
-    log_m = torch.logaddexp(log_q + math.log1p(-beta), log_p + math.log(beta))
-    of_teacher = (log_p.exp() * (log_p - log_m)).sum(-1)
-    return beta * of_teacher + (1 - beta) * (log_q.exp() * (log_q - log_m)).sum(-1)
 
 
 def _adding_up(some: Tensor, support: Support) -> Tensor:

@@ -10,7 +10,8 @@ each row of logits is reduced to a handful of numbers (`ops.logits.logit_rows`) 
   backward brings (4 N V H in place of 6).
 - `linear_loss` is for objectives whose loss at a score depends on that score alone, such as supervised
   fine-tuning: gradients are formed in forward while the logits are there (6 N V H), as in Liger (2410.10989). It also
-  takes a teacher, whose logits are made chunk by chunk beside the student's, and compares the two distributions.
+  takes a teacher, whose logits are made chunk by chunk beside the student's, and compares the two distributions, over
+  one vocabulary or over two.
 
 Where the rows of the weights lie on several ranks, these call it together (see `ops.logits.split_vocabulary`), and the
 loop is the same one: over the scores of all of them and the rows that lie here.
@@ -27,7 +28,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack, cast
 
 import torch
@@ -42,6 +43,7 @@ from lowtide.ops.in_place import (
     needs_gradient,
     takes_gradient_in_place,
 )
+from lowtide.ops.logits.across_vocabularies import Across, Merged, Spans
 from lowtide.ops.logits.compared_rows import ComparedRows, Comparison
 from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, Support, TorchRows, Want
 from lowtide.ops.logits.rows_of import Rows, rows_of
@@ -111,6 +113,8 @@ class TokenStats:
     """Log-probability that two draws are the same token, the log of the sum of squares. Without gradient."""
     divergences: Float[Tensor, " scores"] | None = None
     """Generalized Jensen-Shannon divergence from a teacher's distribution, in nats (see `ops.logits.compared_rows`)."""
+    span_slopes: Float[Tensor, " scores"] | None = None
+    """Between two vocabularies: the gradients of these at the log-probabilities of the other tokens of each span."""
     old: Float[Tensor, " scores"] | None = None
     """Log-probabilities of the policy that wrote, where the batch knows them. Given, and without gradient."""
 
@@ -134,6 +138,13 @@ class Teacher:
     """The ranks that hold the rows of its weights; where the student's are whole, ranks with the same scores."""
     support: Support | None = None
     """The tokens that are compared, of whole vocabularies; None for all."""
+    across: Across | None = None
+    """It has another vocabulary, which is whole as the student's, and this is how they are compared."""
+    spans: Spans | None = None
+    """Then: the spans of the scores, of each of which one has the distribution, and alone a hidden state here that is
+    read. None where each score is one."""
+    merged: tuple[Float[Tensor, " scores"], Float[Tensor, " scores"]] | None = None
+    """Of scores that are spans each: the log-probabilities of the other tokens, the student's and its own."""
 
 
 ScoreLoss = Callable[[TokenStats], Tensor]
@@ -223,12 +234,16 @@ def linear_loss(
 
     The other arguments are those of `linear_logprobs`.
     """
+    if teacher is not None and teacher.spans is not None:
+        how: dict[str, Any] = {"factor": factor, "grad_scale": grad_scale, **options}
+        return _spanned_loss(terms, index, target, loss, teacher, teacher.spans, how)
     bias, old = options.pop("bias", None), options.pop("old", None)
     spec = _Spec(**cast(Any, options), grad=torch.is_grad_enabled(), teacher=teacher)
     assert spec.want.divergences == (teacher is not None)
     if teacher is not None:
         assert spec.split is None or not spec.want.mean_logprobs
         assert spec.split is not None or teacher.split is None or teacher.split.same_scores
+        assert teacher.across is None or (spec.split is None and teacher.split is None)
     total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale, old), index, target, bias, *_flat(terms))
     return total, _wanted(spec.want, *stats)
 
@@ -259,6 +274,52 @@ def read_logits(
             logits = logits if split is None else split.all_columns(logits)
             found.append(read(TorchRows(logits[: _count(span)], index[span], projection).x, span))
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+# -- spans of text -----------------------------------------------------------------------------------------------------
+
+
+def _spanned_loss(
+    terms: Sequence[Term],
+    index: Int[Tensor, " scores"],
+    target: Int[Tensor, " scores"],
+    loss: ScoreLoss,
+    teacher: Teacher,
+    spans: Spans,
+    how: dict[str, Any],
+) -> tuple[Float[Tensor, ""], TokenStats]:
+    """`linear_loss` of the spans of scores: of each one has the distribution, times the probabilities of the others.
+    `how` are its further arguments; log-probabilities and distances are 0 of scores that have none."""
+    merged, count, factor = Merged.of(spans), len(index), how["factor"]
+    plain = {name: value for name, value in how.items() if name not in ("factor", "grad_scale", "want", "old")}
+    known = slice(None) if spans.likelihood is not None else merged.others
+    found = linear_logprobs(terms, index[known], target[known], **plain).logprobs
+    others = found if spans.likelihood is None else found[merged.others]
+    if isinstance(factor, Tensor) and factor.dim():
+        how = {**how, "factor": factor[merged.place]}
+    states = [Term(x[merged.place], weight) for x, weight in teacher.terms]
+    kept: list[TokenStats] = []
+
+    def of_spans(together: Tensor) -> tuple[Tensor, Tensor]:
+        beside = replace(teacher, terms=states, spans=None, merged=(together, spans.theirs[merged.place]))
+        total, stats = linear_loss(terms, index[merged.place], target[merged.place], loss, teacher=beside, **how)
+        kept.append(stats)
+        if not len(merged.place):
+            return total, found.new_zeros(0)
+        assert stats.divergences is not None
+        assert stats.span_slopes is not None
+        with torch.enable_grad():
+            leaf = stats.divergences.detach().requires_grad_()
+            (slope,) = torch.autograd.grad((loss(replace(stats, divergences=leaf)) * how["factor"]).sum(), leaf)
+        return total, slope * stats.span_slopes
+
+    total = merged.loss(count, others, of_spans)
+    if spans.likelihood is not None:
+        total = total - (found * spans.likelihood.to(found)).sum().to(total)
+    (stats,), nothing = kept, found.detach().new_zeros(count)
+    logprobs = nothing.index_copy(0, merged.others, others.detach()).index_copy(0, merged.place, stats.logprobs)
+    assert stats.divergences is not None
+    return total, TokenStats(logprobs, divergences=nothing.index_copy(0, merged.place, stats.divergences))
 
 
 # -- inside ------------------------------------------------------------------------------------------------------
@@ -298,6 +359,7 @@ def _wanted(
     top1: Tensor,
     collisions: Tensor,
     divergences: Tensor | None = None,
+    span_slopes: Tensor | None = None,
 ) -> TokenStats:
     return TokenStats(
         logprobs,
@@ -306,6 +368,7 @@ def _wanted(
         top1 if want.top1 else None,
         collisions if want.collisions else None,
         divergences if want.divergences else None,
+        span_slopes if span_slopes is not None and span_slopes.shape == logprobs.shape else None,
     )
 
 
@@ -509,21 +572,30 @@ class ChunkedHead:
             target = self.scores.target[scores]
             beside = None if theirs is None else theirs[start : start + part.shape[0]]
             if self.split is None:
-                yield scores, self._rows(part, beside, target)
+                yield scores, self._rows(part, beside, scores, target)
             else:
-                of = functools.partial(self._rows, part, beside, vocab=self.split.vocab)
+                of = functools.partial(self._rows, part, beside, scores, vocab=self.split.vocab)
                 yield scores, SplitRows(self.split, target, of)
 
-    def _rows(self, part: Tensor, theirs: Tensor | None, target: Tensor, vocab: int | None = None) -> Rows:
+    def _rows(
+        self, part: Tensor, theirs: Tensor | None, scores: slice, target: Tensor, vocab: int | None = None
+    ) -> Rows:
         if self.teacher is None or theirs is None:
             return rows_of(part, target, self.projection, self.want, self.scratch, vocab)
+        merged = self.teacher.merged
         return ComparedRows(
             part,
             target,
             self.projection,
             self.scratch,
             teacher=theirs,
-            how=Comparison(self.teacher.projection, self.teacher.beta, self.teacher.support),
+            how=Comparison(
+                self.teacher.projection,
+                self.teacher.beta,
+                self.teacher.support,
+                self.teacher.across,
+                None if merged is None else (merged[0][scores], merged[1][scores]),
+            ),
             vocab=vocab,
         )
 
@@ -703,7 +775,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     if into is not None:
                         into[span] = _back(logits, term.weight)[: _count(span)]
         stats = _joined(columns, terms[0].x, len(scores.index))
-        logprobs, entropies, means, top1, _, collisions, _ = map(scores.own, stats)
+        logprobs, entropies, means, top1, _, collisions, *_ = map(scores.own, stats)
         ctx.spec, ctx.dtype = spec, head.dtype
         ctx.met = None if spec.split is None else scores  # what ranks told each other is not asked again
         # What comes back from under hooks for saved tensors is not the parameter itself, and has no `.grad` of its own.
@@ -859,4 +931,4 @@ def _joined(columns: Sequence[RowStats], like: Tensor, count: int) -> RowStats:
             return found
         return RowStats(*(column.new_empty(count) if len(column) else column for column in found))
     empty = like.new_empty(0, dtype=torch.promote_types(like.dtype, torch.float32))
-    return RowStats(empty, empty.clone(), empty.clone(), empty.bool(), *(empty.clone() for _ in range(3)))
+    return RowStats(empty, empty.clone(), empty.clone(), empty.bool(), *(empty.clone() for _ in range(4)))

@@ -55,6 +55,8 @@ class RowStats(NamedTuple):
     """Log of the sum of squared probabilities."""
     divergences: Tensor
     """From a teacher's distribution (see `ops.logits.compared_rows`)."""
+    span_slopes: Tensor
+    """Between two vocabularies, the gradients of these at the log-probabilities of the other tokens of each span."""
 
 
 class Slopes(NamedTuple):
@@ -118,6 +120,7 @@ class TorchRows:
             (chosen >= top).squeeze(-1) if want.top1 else empty.bool(),
             lse.squeeze(-1),
             (self._square_sum().log() - 2 * log_total).squeeze(-1) if want.collisions else empty,
+            empty,
             empty,
         )
 

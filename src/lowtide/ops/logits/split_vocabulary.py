@@ -252,6 +252,7 @@ class SplitRows:
             lse,
             (parts["collision"] + 2 * drop).logsumexp(0) if want.collisions else empty,
             divergences,
+            empty,
         )
 
     def restore(self, lse: Tensor, keep: bool) -> None:

@@ -54,6 +54,7 @@ class TritonRows:
             column(),
             column(False),
             column(False),
+            column(False),
         )
         self.launch(
             "stats", (rows,), self.within, *stats[:5], ENTROPY=want.entropies, MEAN=want.mean_logprobs, TOP1=want.top1

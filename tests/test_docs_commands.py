@@ -88,7 +88,7 @@ def _causal() -> list[Any]:
 
 
 ROWS: dict[str, Callable[[], Iterable[Any]]] = {
-    **dict.fromkeys(("sft", "gkd"), _dialogues),
+    **dict.fromkeys(("sft", "gkd", "gold"), _dialogues),
     "vision": _looked_at,
     **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), lambda: [row for each in QUESTIONS for row in pair_rows(each)]),
     "a2po": lambda: [{**row, "optimal_value": 0.5} for row in _prompts()],

@@ -41,6 +41,7 @@ TRAINERS = (
     "a2po",
     "rloo",
     "gkd",
+    "gold",
     "distillation",
     "iw-opd",
     "sdft",

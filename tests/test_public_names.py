@@ -40,6 +40,8 @@ NAMES = [
     "GKDTrainer",
     "GMPOConfig",
     "GMPOTrainer",
+    "GOLDConfig",
+    "GOLDTrainer",
     "GRPOConfig",
     "GRPOTrainer",
     "IWOPDConfig",

@@ -30,6 +30,7 @@ NAMED = {
     "cli/converting/llama_factory.py": "settings of other libraries",
     "planner/answers/unsloth_script.py": "classes of another library",
     "engine/heads/classes.py": "the task that a model's card names",
+    "data/formats/likely.py": "words for a right answer",
     "cli/show.py": "its own options are those of SFT rows",
     "planning.py": "an example in its docstrings",
     "trainers/online/async_grpo.py": "GRPO under the names of another trainer of TRL's",

@@ -10,9 +10,9 @@ from lowtide.engine.forward import install
 from lowtide.engine.reference import FrozenModel
 from lowtide.methods.dpo import METHOD as DPO
 from lowtide.methods.dpo import DPOOptions
-from lowtide.methods.gkd import METHOD as GKD
-from lowtide.methods.gkd import GKDOptions
 from lowtide.methods.method import TokenObjective
+from lowtide.methods.taught.gkd import METHOD as GKD
+from lowtide.methods.taught.gkd import GKDOptions
 from lowtide.objectives.sft import LOSSES
 from lowtide.ragged import RaggedBatch
 from lowtide.step.cut import parts_of

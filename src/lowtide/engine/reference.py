@@ -19,7 +19,7 @@ from lowtide.engine.adapters import adapter_of, adapters_off
 from lowtide.engine.forward import causal_model, embedding_weight, inference, install, score_shared
 from lowtide.engine.heads.head import HIDDEN, STATES, Head, Scores, TeacherStates
 from lowtide.engine.heads.head_parts import head_parts, projection_of
-from lowtide.engine.heads.hidden_states import HiddenStates
+from lowtide.engine.heads.hidden_states import HiddenStates, StatesAndLogprobs
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.weights.merging import Weights, effective_weights
@@ -53,6 +53,19 @@ class ReferenceModel:
         """[scores, hidden]: as `teacher_states`."""
         with self.active():
             return teacher_states(self.model, batch, padding_free=self.padding_free, placed=placed)
+
+    def states_and_logprobs(self, batch: RaggedBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """([scores, hidden], [scores]): its hidden states, and the log-probabilities of the targets, in one forward."""
+        with self.active(), inference(self.model):
+            head = StatesAndLogprobs
+            scores = Scores(batch.score_index, batch.score_target, temperature=temperature, head=head)
+            found = score_shared(self.model, batch, scores, padding_free=self.padding_free)
+        return found.stats[STATES], found.scored
+
+    @property
+    def width(self) -> int:
+        """Of its hidden states."""
+        return embedding_weight(self.model).shape[1]
 
     def teaching(self, states: Tensor) -> TeacherStates | None:
         """What a student's head is to know of it, of which `states` are: those, and what would make logits of them,

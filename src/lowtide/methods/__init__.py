@@ -116,7 +116,16 @@ METHODS = MethodTable(
         "bco": MethodRow(
             "BCO", "binary classifier optimization: single answers that are desirable or not, against a reference"
         ),
-        "gkd": MethodRow("GKD", "generalized knowledge distillation: a student follows a teacher's distributions"),
+        "gkd": MethodRow(
+            "GKD",
+            "generalized knowledge distillation: a student follows a teacher's distributions",
+            module="lowtide.methods.taught.gkd",
+        ),
+        "gold": MethodRow(
+            "GOLD",
+            "distillation across tokenizers: a student follows a teacher with a vocabulary of its own",
+            module="lowtide.methods.taught.gold",
+        ),
         "distillation": MethodRow(
             "Distillation",
             "on-policy distillation: a teacher's distributions on completions that the student writes",

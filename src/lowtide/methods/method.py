@@ -21,6 +21,7 @@ from lowtide.methods.shared.paper import Paper
 from lowtide.methods.shared.rows import RowLayout
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.float64 import to_float64
+from lowtide.ops.logits.across_vocabularies import Across
 from lowtide.ops.logits.linear_logprobs import NOTHING_MORE, ScoreLoss
 from lowtide.ops.logits.logit_rows import Support, Want
 from lowtide.ragged import WEIGHT, RaggedBatch
@@ -28,6 +29,7 @@ from lowtide.ragged import WEIGHT, RaggedBatch
 EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
 """What keeps a mixture of experts from running rows in pieces; `OWN` keeps a loss of the caller's."""
 OWN = "the loss is not the method's own"
+SPANS = "tokens are merged into spans of text, which pieces could cut"
 Scorer = Callable[[RaggedBatch], Tensor]
 """From a batch to its log-probabilities [scores], without gradient."""
 
@@ -73,6 +75,8 @@ class TokenObjective(FormedInForward):
     """Of the divergences from a teacher, where `want` asks for these; the run's reference is the teacher then."""
     support: Support | None = None
     """The tokens that these compare; None for all."""
+    across: Across | None = None
+    """How these compare two vocabularies, where the teacher has another one."""
     mean_over_rows: bool = False
     """The sum is divided by the rows of the whole batch, whatever the weights of their scores add up to."""
 
@@ -94,7 +98,7 @@ class TokenObjective(FormedInForward):
     @property
     def why_whole_rows(self) -> str | None:
         """What of the loss keeps rows from being run in pieces, as a clause; None if nothing does."""
-        return EXPERTS if self.aux_coefficient else None
+        return EXPERTS if self.aux_coefficient else None if self.across is None else SPANS
 
     def counts(self, batch: RaggedBatch) -> Counts:
         return {"scores": batch.scores, "weight": float(self.divisor(batch))}
@@ -145,6 +149,7 @@ class RowObjective:
     """As of `TokenObjective`, as what follows."""
     beta: ClassVar[float] = 0.0
     support: ClassVar[None] = None
+    across: ClassVar[None] = None
     taught: ClassVar[bool] = False
 
     @property
@@ -180,6 +185,7 @@ class OwnLoss(FormedInForward):
     temperature: ClassVar[float] = 1.0
     beta: ClassVar[float] = 0.0
     support: ClassVar[None] = None
+    across: ClassVar[None] = None
     taught: ClassVar[bool] = False
     why_whole_rows: ClassVar[str] = OWN
 

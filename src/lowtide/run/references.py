@@ -277,13 +277,16 @@ class ReferenceMaker:
         return reference
 
 
-def check_its_tokenizer(what: str, name: str, tokenizer: PreTrainedTokenizerBase | None, **how: Any) -> None:
+def check_its_tokenizer(
+    what: str, name: str, tokenizer: PreTrainedTokenizerBase | None, *, otherwise: str = "", **how: Any
+) -> None:
     """Refuses a model to compare with that was trained on other tokens of the same numbers.
 
     Args:
         what: the trainer's argument.
         name: of the model.
         tokenizer: the policy's.
+        otherwise: another way out, as the end of a sentence.
         how: further arguments of `load_tokenizer`.
     """
     try:
@@ -293,7 +296,7 @@ def check_its_tokenizer(what: str, name: str, tokenizer: PreTrainedTokenizerBase
     if tokenizer is not None and theirs.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"the tokenizer of {what} {name!r} gives other ids than the policy's: their log-probabilities are "
-            f"not of the same tokens. Pass a {what} with the policy's tokenizer"
+            f"not of the same tokens. Pass a {what} with the policy's tokenizer{otherwise}"
         )
 
 

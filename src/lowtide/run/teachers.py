@@ -11,18 +11,19 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.torch import FakeTensor
 from lowtide.compat.transformers import attention_implementation
+from lowtide.data.two_tokenizers import Alike, TwoTokenizers
 from lowtide.engine.adapters import leaves_base
 from lowtide.engine.forward import causal_model, embedding_weight, install, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.image_proof import ImageProof
 from lowtide.engine.probe import probe
 from lowtide.engine.vision import encodes_images
-from lowtide.engine.weights.loading import load_model
+from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.process.ways_out import in_python
 from lowtide.run.engine import Engine, prompts_unlike
 from lowtide.run.inputs.arguments import check_kind
-from lowtide.run.inputs.loading import model_name
+from lowtide.run.inputs.loading import model_name, stop_ids
 from lowtide.run.references import (
     Reference,
     ReferenceMaker,
@@ -31,6 +32,9 @@ from lowtide.run.references import (
     trained_beyond_adapters,
 )
 from lowtide.run.streamed_weights import check_before_loading, loaded_on_host
+
+OTHER_TOKENS = ", or take GOLD, which compares other tokens by the text that they stand for (use_uld_loss=True)"
+"""A way out, where a teacher has another vocabulary."""
 
 
 def teacher_init(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,6 +114,38 @@ class TeacherMaker(ReferenceMaker):
                 "init_lora_weights out"
             )
 
+    def tokenizers(self, student: PreTrainedTokenizerBase | None, model: nn.Module) -> TwoTokenizers | None:
+        """The student's tokenizer and the teacher's, where that has its own; None for one that both have, and in plans.
+
+        Args:
+            model: the student.
+
+        Raises:
+            ValueError: there is no teacher's tokenizer, or none whose tokens can be aligned; says what to do.
+        """
+        args = self.args
+        if not args.own_tokens or _is_fake(self.requested):
+            return None
+        name = args.teacher_tokenizer_name_or_path
+        init: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+        if name is None and self.requested is not None:
+            name, init = model_name(self.requested), config_init(teacher_init(vars(args)))
+        if not name:
+            raise ValueError(
+                "use_uld_loss=True reads texts by the teacher's own tokenizer, and the teacher_model that was passed "
+                "has no name to find it by: set teacher_tokenizer_name_or_path"
+            )
+        theirs = load_tokenizer(name, **init)
+        assert student is not None, "a student that reads texts has a tokenizer"
+        ends_apart = Alike(args.uld_skip_student_eos, args.uld_skip_teacher_eos)
+        return TwoTokenizers(
+            student,
+            getattr(theirs, "tokenizer", theirs),
+            ends=stop_ids(model, student),
+            by_text=args.use_extended_uld,
+            without_ends=ends_apart,
+        )
+
     def _runs(self, frozen: nn.Module, engine: Engine) -> dict[str, Any]:
         """Without padding where the teacher itself is proved to keep segments apart."""
         if not engine.padding_free or _is_fake(frozen):
@@ -139,21 +175,23 @@ class TeacherMaker(ReferenceMaker):
         """The teacher, loaded if it is a name; of the student's tokens, with rows that pad them or without."""
         if reference is policy:
             raise ValueError("teacher_model is the model that is trained, which would be its own teacher: pass another")
-        init = teacher_init(vars(self.args))
+        init, other = teacher_init(vars(self.args)), self.args.own_tokens
         name = model_name(reference)
-        if isinstance(reference, str) or os.path.isdir(name):
-            check_its_tokenizer("teacher_model", name, tokenizer, **config_init(init))
+        if not other and (isinstance(reference, str) or os.path.isdir(name)):
+            check_its_tokenizer("teacher_model", name, tokenizer, otherwise=OTHER_TOKENS, **config_init(init))
         if isinstance(reference, str):
             init = {"dtype": embedding_weight(policy).dtype, **init}
             check_before_loading(name, self.args, init, frozen=True, what=self.what)
             reference = load_model(name, **loaded_on_host(init, self.args))
         check_kind(reference, head=LanguageModel, name="teacher_model")
+        if other:
+            return reference
         ours, theirs = vocabulary(policy), vocabulary(reference)
         tokens = min(ours, theirs) if tokenizer is None else len(tokenizer)
         if tokens > theirs:
             raise ValueError(
                 f"teacher_model ({_title(reference)}) has a vocabulary of {theirs} tokens, and the student's tokenizer "
-                f"one of {tokens}: it predicts other tokens. Pass a teacher with the student's tokenizer"
+                f"one of {tokens}: it predicts other tokens. Pass a teacher with the student's tokenizer{OTHER_TOKENS}"
             )
         rows = self.args.fsdp_split_vocabulary
         ranks = self.args.world_size if rows else self.args.sharding.tensor_parallel

@@ -25,6 +25,7 @@ from lowtide.data.batches.shared_rounds import WholeRounds
 from lowtide.data.batches.token_rows import PREFIX
 from lowtide.data.report.ledger import Ledger
 from lowtide.data.sources.titles import entitled, title_of
+from lowtide.data.two_tokenizers import TwoTokenizers
 from lowtide.engine.adapters import add_adapter_of, check_second_adapter
 from lowtide.engine.forward import causal_model, vocabulary
 from lowtide.engine.heads.head import Head
@@ -150,6 +151,10 @@ class TrainingRun:
         check_causal(causal_model(self.model))
         check_dropouts(self._config)
         check_trained(self.model)
+        self.tokenizers: TwoTokenizers | None = None
+        """The student's tokenizer and the teacher's, where that has its own."""
+        if isinstance(self._references, TeacherMaker):
+            self.tokenizers = self._references.tokenizers(self.tokenizer, self.model)
         self.reader, self.unread = None, ""
         if method.rows.takes_images:
             try:
@@ -426,8 +431,9 @@ class TrainingRun:
 
     def objective(self) -> Objective:
         """The method's objective under the options."""
-        labels = {} if self.labels is None else {"labels": self.labels}
-        return self.method.objective(self.args, aux_coefficient=self.aux_coefficient, **labels)
+        known: dict[str, Any] = {} if self.labels is None else {"labels": self.labels}
+        known |= {} if self.tokenizers is None else {"common": self.tokenizers.common}
+        return self.method.objective(self.args, aux_coefficient=self.aux_coefficient, **known)
 
     def runner(self, objective: Objective, reference: Scorer | None = None) -> StepRunner:
         """What takes the run's steps."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 NOT_YET = "trains by a method that lowtide does not have yet: keep TRL's"
-GOLD = "distils from a teacher of other tokens, which lowtide does not yet: keep TRL's"
 SERVER = "asks a server for a teacher's log-probabilities: take DistillationTrainer, which loads the teacher"
 IMAGES = "is not needed: trainers take rows with images, and the model's processor as processing_class"
 VISION = "is of models that make images, and lowtide trains those that write: keep TRL's"
@@ -16,7 +15,6 @@ TOOLS = "is of methods that call tools while they write: keep TRL's"
 
 ELSEWHERE: dict[str, str] = {
     **{f"{method}{kind}": NOT_YET for method in ("XPO", "NashMD") for kind in ("Config", "Trainer")},
-    **dict.fromkeys(("GOLDConfig", "GOLDTrainer"), GOLD),
     **dict.fromkeys(("ServerDistillationConfig", "ServerDistillationTrainer"), SERVER),
     **dict.fromkeys(
         ("AsyncDistillationConfig", "AsyncDistillationTrainer"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.data.batches.values import DRAW, OLD, REFERENCE, TEACHER
+from lowtide.data.batches.values import DRAW, LIKELIHOOD, OLD, REFERENCE, SPAN_BASE, SPAN_TEACHER, TEACHER
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
 from lowtide.engine.forward import causal_model, same_rows_of, score_shared
@@ -20,6 +20,7 @@ from lowtide.engine.over_ranks.stage import Stage, stage_of
 from lowtide.engine.reference import ReferenceModel
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
+from lowtide.ops.logits.across_vocabularies import Spans
 from lowtide.ragged import WEIGHT, RaggedBatch
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed
@@ -200,5 +201,13 @@ def scores_of(
         head=objective.head,
         beta=objective.beta,
         support=objective.support,
+        across=objective.across,
+        spans=spans_of(part),
         draws=part.score_values.get(DRAW),
     )
+
+
+def spans_of(part: RaggedBatch) -> Spans | None:
+    """The spans of the scores of a batch that was aligned with a teacher of another vocabulary; None of others."""
+    said = part.score_values
+    return Spans(said[SPAN_BASE], said[SPAN_TEACHER], said.get(LIKELIHOOD)) if SPAN_BASE in said else None

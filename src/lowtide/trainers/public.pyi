@@ -14,7 +14,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowtide.methods.bco import BCOOptions
 from lowtide.methods.cpo import CPOOptions
 from lowtide.methods.dpo import DPOOptions
-from lowtide.methods.gkd import GKDOptions
 from lowtide.methods.kto import KTOOptions
 from lowtide.methods.masked_lm import MaskedLMOptions
 from lowtide.methods.method import Method
@@ -36,6 +35,8 @@ from lowtide.methods.reward import RewardOptions
 from lowtide.methods.seq2seq import Seq2SeqOptions
 from lowtide.methods.sequence_classification import SequenceClassificationOptions
 from lowtide.methods.sft import SFTOptions
+from lowtide.methods.taught.gkd import GKDOptions
+from lowtide.methods.taught.gold import GOLDOptions
 from lowtide.methods.token_classification import TokenClassificationOptions
 from lowtide.methods.tpo import TPOOptions
 from lowtide.rollout.judges import BasePairwiseJudge
@@ -297,6 +298,17 @@ class GKDConfig(GKDOptions, _Config):
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = ...
 
 class GKDTrainer(_AsGKD): ...
+
+@dataclass(kw_only=True)
+class GOLDConfig(GOLDOptions, _Config):
+    ref_model_storage: Literal["same", "8bit", "4bit", "cpu"] = ...
+    generation_backend: Literal["auto", "lowtide", "transformers"] = ...
+    turns: Literal["as_generated", "whole"] = ...
+    truncation_mode: Literal["keep_start", "keep_end"] = ...
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = ...
+    uld_token_merge_strategy: Literal["bayesian", "observed"] = ...
+
+class GOLDTrainer(_AsGKD): ...
 
 @dataclass(kw_only=True)
 class DistillationConfig(DistillationOptions, _Config):

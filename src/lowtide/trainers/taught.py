@@ -14,12 +14,13 @@ from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import completed, prompt_images, prompts_of
 from lowtide.engine.forward import same_rows_of, sequence_of, vocabulary
 from lowtide.engine.reference import ReferenceModel
-from lowtide.methods.gkd import GKDOptions
+from lowtide.methods.taught.gkd import GKDOptions
 from lowtide.ragged import RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion, Request
 from lowtide.run.writing import Writer, check_writes_after_images, make_generator, seed_of
 from lowtide.step.rank_sync import RankSync
 from lowtide.trainers.reference import ReferenceTrainer
+from lowtide.trainers.references.across import Reader
 
 
 class TaughtTrainer(ReferenceTrainer):
@@ -32,6 +33,13 @@ class TaughtTrainer(ReferenceTrainer):
         self.student_writes = self._writer("the student", None) if self.options.lmbda > 0 else None
         teaches = self.options.seq_kd and self.options.lmbda < 1
         self.teacher_writes = self._writer("the teacher", self.reference) if teaches else None
+        tokenizers = self.training_run.tokenizers
+        self.reader = None if tokenizers is None else Reader(self.runner, tokenizers, self.options)
+        if self.reader is not None and self.training_run.shows_images:
+            raise ValueError(
+                "use_uld_loss=True aligns texts, and rows show images: leave it at False, with a teacher of the "
+                "student's tokens"
+            )
 
     def _writer(self, who: str, teacher: ReferenceModel | None) -> Writer:
         model = self.training_run.model if teacher is None else teacher.model
@@ -60,7 +68,8 @@ class TaughtTrainer(ReferenceTrainer):
         Evaluation is on the data's completions.
         """
         writer = None if epoch == EVALUATION else self._draw_writer()
-        return batch if writer is None else self._written(batch, writer)
+        batch = batch if writer is None else self._written(batch, writer)
+        return batch if self.reader is None else self.reader.read(batch)
 
     def _draw_writer(self) -> Writer | None:
         """Who writes the completions of the micro-batch at this place, on all ranks alike; None for the data's own."""
@@ -96,11 +105,14 @@ class TaughtTrainer(ReferenceTrainer):
     @functools.cached_property
     def common_tokens(self) -> int:
         """Tokens that student and teacher both know: one may have further rows, which pad its vocabulary, and draw one
-        of these, however unlikely, before which a completion ends."""
+        of these, however unlikely, before which a completion ends. A teacher with its own tokens reads text."""
+        if self.reader is not None:
+            return vocabulary(self.training_run.model)
         return min(vocabulary(self.training_run.model), vocabulary(cast(Any, self.reference).model))
 
     def rehearsed_batch(self, rows: Any) -> RaggedBatch:
         """What a step is rehearsed on: completions as long as they get."""
         dataset: Any = self.train_dataset
         batch = self.as_ragged(self.data_collator([dataset[row] for row in rows]))
-        return self.training_run.drawn(batch, self.row_order.place[0])
+        batch = self.training_run.drawn(batch, self.row_order.place[0])
+        return batch if self.reader is None else self.reader.read(batch)

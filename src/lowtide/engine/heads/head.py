@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from lowtide.engine.heads.head_parts import HeadParts
+from lowtide.ops.logits.across_vocabularies import Across, Spans
 from lowtide.ops.logits.linear_logprobs import NOTHING_MORE, ScoreLoss
 from lowtide.ops.logits.logit_rows import Projection, Support, Want
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
@@ -87,8 +88,19 @@ class Scores:
     """Of these: 0 is KL(teacher || student), 1 is KL(student || teacher) (see `ops.logits.compared_rows`)."""
     support: Support | None = None
     """The tokens that these compare; None for all."""
+    across: Across | None = None
+    """How these compare two vocabularies, where the teacher has another one."""
+    spans: Spans | None = None
+    """Then: the spans of the scores; None where each is one."""
     head: type[Head] | None = None
     """The head that is asked; None for the one that `install_head` found on the model."""
+
+    @property
+    def counted_spans(self) -> Spans | None:
+        """The spans, in which the likelihood counts times `factor`."""
+        if self.spans is None or self.spans.likelihood is None:
+            return self.spans
+        return self.spans._replace(likelihood=self.spans.likelihood * self.factor)
 
 
 Stats = dict[str, Tensor]

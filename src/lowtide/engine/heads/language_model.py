@@ -194,7 +194,7 @@ def _fused(
     split = split_of(parts.base.weight)
     shared: dict[str, Any] = {"bias": bias, "projection": projection, "want": scores.want, "split": split}
     shared["accumulate"] = scores.accumulate
-    unread = scores.loss is not None or forms_in_forward(terms, bias, scores.want, split)
+    unread = (scores.loss is not None and scores.spans is None) or forms_in_forward(terms, bias, scores.want, split)
     unread_in_backward(parts.base, unread)
     if scores.loss is None:
         return None, linear_logprobs(terms, scores.index, scores.target, **shared)
@@ -210,9 +210,12 @@ def _fused(
     def beside(states: Tensor) -> tuple[Tensor, TokenStats]:
         with torch.no_grad():
             of_teacher, their_bias = head_terms(taught.parts, states)
-        their_projection = taught.projection._replace(temperature=scores.temperature)
-        their_split = split_of(taught.parts.base.weight)
-        teacher = Teacher(of_teacher, their_bias, their_projection, scores.beta, their_split, scores.support)
+        across, their_split = scores.across, split_of(taught.parts.base.weight)
+        their_projection = taught.projection._replace(
+            temperature=scores.temperature if across is None else across.temperature
+        )
+        compared = scores.beta, their_split, scores.support, across, scores.counted_spans
+        teacher = Teacher(of_teacher, their_bias, their_projection, *compared)
         return linear_loss(terms, scores.index, target, loss, teacher=teacher, **shared)
 
     # where a policy without its adapters teaches, both read the same modules, whose call this is already

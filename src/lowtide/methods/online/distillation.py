@@ -3,8 +3,8 @@ brought to a teacher's.
 
 Names, defaults and the loss are those of TRL 1.16's `DistillationTrainer`. What is written, and by whom, is what the
 other methods whose policy writes have: windows, tools, several turns, vLLM; nothing is rewarded. The divergence is
-formed as in `methods.gkd`, a chunk of tokens at a time, and neither model's logits exist whole. It deviates where
-vocabularies differ in rows that pad them, which TRL refuses: both distributions are over the rows that both have.
+formed as in `methods.taught.gkd`, a chunk of tokens at a time, and neither model's logits exist whole. It deviates
+where vocabularies differ in rows that pad them, which TRL refuses: both distributions are over the rows that both have.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from lowtide.methods.gkd import PAPER
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.online.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.online.rollouts import Prompts, RolloutOptions
 from lowtide.methods.shared.options import TeacherOptions, VisionOptions
+from lowtide.methods.taught.gkd import PAPER
 from lowtide.objectives.distillation import divergence
 from lowtide.ops.logits.logit_rows import Want
 from lowtide.option import COUNT, POSITIVE, SHARE, option

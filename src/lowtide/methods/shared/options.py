@@ -186,6 +186,11 @@ class TeacherOptions(StoredReference):
         None, "Arguments of `from_pretrained` for the teacher; its dtype is the student's where they name none."
     )
 
+    @property
+    def own_tokens(self) -> bool:
+        """Whether the teacher has a vocabulary of its own, and reads the same text in tokens of that."""
+        return False
+
 
 @dataclass(kw_only=True)
 class ReferenceOptions(FollowedReference):

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper on arXiv."""
+    """A paper, on arXiv or elsewhere."""
 
     key: str
     """Its name in a bibliography."""
     title: str
     authors: tuple[str, ...]
     year: int
-    arxiv: str
+    arxiv: str = ""
     """Its number there."""
+    elsewhere: str = ""
+    """Its address, where it is not there."""
 
     @property
     def url(self) -> str:
-        return f"https://arxiv.org/abs/{self.arxiv}"
+        return self.elsewhere or f"https://arxiv.org/abs/{self.arxiv}"
 
     @property
     def citation(self) -> str:
@@ -28,8 +30,7 @@ class Paper:
             "title": self.title,
             "author": " and ".join(self.authors),
             "year": str(self.year),
-            "eprint": self.arxiv,
-            "archivePrefix": "arXiv",
+            **({"eprint": self.arxiv, "archivePrefix": "arXiv"} if self.arxiv else {}),
             "url": self.url,
         }
         width = max(map(len, fields))

@@ -317,9 +317,13 @@ def _spanned_loss(
     if spans.likelihood is not None:
         total = total - (found * spans.likelihood.to(found)).sum().to(total)
     (stats,), nothing = kept, found.detach().new_zeros(count)
-    logprobs = nothing.index_copy(0, merged.others, others.detach()).index_copy(0, merged.place, stats.logprobs)
     assert stats.divergences is not None
-    return total, TokenStats(logprobs, divergences=nothing.index_copy(0, merged.place, stats.divergences))
+    of_others = nothing.index_copy(0, merged.others, others.detach())
+    logprobs, distances = (
+        into.index_copy(0, merged.place, each.to(into))
+        for into, each in ((of_others, stats.logprobs), (nothing, stats.divergences))
+    )
+    return total, TokenStats(logprobs, divergences=distances)
 
 
 # -- inside ------------------------------------------------------------------------------------------------------

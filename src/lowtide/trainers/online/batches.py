@@ -22,8 +22,8 @@ from lowtide.step.metrics import Totals
 from lowtide.trainers.batches import RowBatches
 from lowtide.trainers.online.entropy import kept_tokens
 from lowtide.trainers.online.order import PromptSampler, RowsAhead
-from lowtide.trainers.online.teaching import with_teacher
 from lowtide.trainers.order import own_rows
+from lowtide.trainers.references.ahead import with_teacher
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lowtide.data.batches.values import REFERENCE, TEACHER
+from lowtide.methods.method import Scorer
 from lowtide.ragged import RaggedBatch
 from lowtide.step.rank_sync import RankSync
 from lowtide.step.runner import StepRunner
@@ -30,15 +31,22 @@ def with_teacher(runner: StepRunner, batch: RaggedBatch, taught: Sequence[Ragged
     whole, models = RaggedBatch.concat(parts), runner.models()
     assert whole.scores == batch.scores
     compares = runner.method_objective.taught
-    sync, found = RankSync("teacher", part=whole), []
 
     def scorer(part: RaggedBatch) -> Tensor:
         assert models.reference is not None
-        return (models.placed_states(part) if compares else models.reference(part)).cpu()
+        return models.placed_states(part) if compares else models.reference(part)
 
-    with sync.local(waited_for=runner.waited_for), runner.phases.during("score"):
-        if whole.scores:
-            found.append(runner.scored(whole, scorer))
-    sync.meet(runner.device)
-    said = {TEACHER if compares else REFERENCE: found[0]} if found else {}
+    found = scored_ahead(runner, whole, scorer)
+    said = {} if found is None else {TEACHER if compares else REFERENCE: found}
     return replace(batch, score_values={**batch.score_values, **said})
+
+
+def scored_ahead(runner: StepRunner, batch: RaggedBatch, scorer: Scorer) -> Tensor | None:
+    """[scores, ..] in host memory: what a scorer gives of a batch before a step, which all ranks ask for together; None
+    where nothing is scored."""
+    sync, found = RankSync("teacher", part=batch), []
+    with sync.local(waited_for=runner.waited_for), runner.phases.during("score"):
+        if batch.scores:
+            found.append(runner.scored(batch, lambda part: scorer(part).cpu()))
+    sync.meet(runner.device)
+    return found[0] if found else None

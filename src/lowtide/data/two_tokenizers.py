@@ -1,0 +1,222 @@
+"""The same text as two tokenizers cut it, for a student and a teacher with other vocabularies.
+
+A text is cut where both end a token; what lies between two such places is a span, of one token or several of each. The
+student's tokens are given, and are read as bytes, so that tokens that hold a part of a character are aligned too; the
+teacher's are those of the text. Where the bytes of a tokenizer's tokens are not known, tokens are paired by their
+places (`by_text=False`), as in the universal logit distillation of Boizard et al. (arXiv 2402.12030).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+SPACE = "▁"
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+PROBE = "a b c"
+LOOKED_AT = 64
+"""Tokens whose text is compared with what the tokenizer itself makes of them."""
+
+
+class Span(NamedTuple):
+    """Tokens of both that stand for the same text, by their places in the completion."""
+
+    ours: range
+    theirs: range
+
+
+class Read(NamedTuple):
+    """A prompt and a completion as the teacher reads them."""
+
+    prompt: list[int]
+    completion: list[int]
+    spans: list[Span]
+
+
+@functools.cache
+def _bytes_of_letters() -> dict[str, int]:
+    """The letters by which byte-level tokenizers write bytes (GPT-2's): those that can be printed are themselves."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def _byte_level(piece: str) -> bytes | None:
+    found = [_bytes_of_letters().get(letter) for letter in piece]
+    return None if None in found else bytes(byte for byte in found if byte is not None)
+
+
+def _metaspace(piece: str) -> bytes:
+    byte = BYTE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
+
+
+class TokenBytes:
+    """What the tokens of a tokenizer stand for.
+
+    Args:
+        what: whose it is, as messages name it.
+
+    Raises:
+        ValueError: it writes its tokens in a way that is not known here.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, what: str) -> None:
+        self.tokenizer = tokenizer
+        self._added = {token: str(each).encode() for token, each in tokenizer.added_tokens_decoder.items()}
+        self._known: dict[int, bytes] = {}
+        for pieces in (_byte_level, _metaspace):
+            self._pieces: Callable[[str], bytes | None] = pieces
+            self._known.clear()
+            if self._gives_text_back():
+                return
+        raise ValueError(
+            f"the tokens of {what} ({type(tokenizer).__name__}) do not give back the text that they stand for, so that "
+            "those of two tokenizers can't be aligned by text: set use_extended_uld=False, which pairs them by place"
+        )
+
+    def _gives_text_back(self) -> bool:
+        """Whether a text is what its tokens stand for, or, where there are none of its letters, pairs of tokens that are
+        whole letters stand for what they are decoded to."""
+        read: Any = self.tokenizer(PROBE, add_special_tokens=False)["input_ids"]
+        if b"".join(self.of(read)).lstrip() == PROBE.encode():
+            return True
+        ids = [each for each in sorted(self.tokenizer.get_vocab().values()) if each not in self._added]
+        some = ids[:: max(len(ids) // LOOKED_AT, 1)]
+        pairs = [[*pair] for pair in pairwise(some)]
+        texts = [(pair, b"".join(self.of(pair)).decode(errors="replace")) for pair in pairs]
+        whole = [(pair, text) for pair, text in texts if "\ufffd" not in text]
+        return bool(whole) and all(_decoded(self.tokenizer, pair).lstrip() == text.lstrip() for pair, text in whole)
+
+    def of(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each token; none of one that is not known."""
+        return [self._known[each] if each in self._known else self._learn(each) for each in ids]
+
+    def _learn(self, token: int) -> bytes:
+        found = self._added.get(token)
+        if found is None:
+            piece: Any = self.tokenizer.convert_ids_to_tokens(token)
+            found = b"" if piece is None else self._pieces(piece)
+        self._known[token] = b"" if found is None else found
+        return self._known[token]
+
+
+@dataclass(frozen=True)
+class Alike:
+    """How many tokens of an end are left out of what is compared."""
+
+    ours: bool = True
+    """Whether the student's last token is, where it ends the text; likewise the teacher's."""
+    theirs: bool = True
+
+
+class TwoTokenizers:
+    """A student's tokenizer and its teacher's.
+
+    Args:
+        ends: tokens that end a text of the student.
+        by_text: align tokens by text; False pairs them by place.
+        without_ends: which ends are not compared.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedTokenizerBase,
+        teacher: PreTrainedTokenizerBase,
+        *,
+        ends: Sequence[int] = (),
+        by_text: bool = True,
+        without_ends: Alike = Alike(),
+    ) -> None:
+        self.student, self.teacher, self.ends, self.without_ends = student, teacher, frozenset(ends), without_ends
+        self.ours = TokenBytes(student, "the student") if by_text else None
+        self.theirs = TokenBytes(teacher, "teacher_model") if by_text else None
+
+    @functools.cached_property
+    def common(self) -> tuple[list[int], list[int]]:
+        """The tokens that both have, by the numbers of each, in the order of the teacher's."""
+        ours, theirs = self.student.get_vocab(), self.teacher.get_vocab()
+        pairs = sorted((number, ours[token]) for token, number in theirs.items() if token in ours)
+        return [own for _, own in pairs], [number for number, _ in pairs]
+
+    def read(self, prompt: Sequence[int], completion: Sequence[int]) -> Read:
+        """The teacher's tokens of what the student's stand for, and what of the completion is compared.
+
+        Args:
+            prompt: the student's tokens before what is learned.
+            completion: those that are learned, with their end if they have one.
+        """
+        completion = list(completion)
+        ended = bool(completion) and completion[-1] in self.ends
+        content = completion[:-1] if ended else completion
+        text = self._text(content)
+        theirs: Any = self.teacher(text, add_special_tokens=False)["input_ids"]
+        before: Any = self.teacher(self._text(prompt))["input_ids"]
+        end = self.teacher.eos_token_id
+        if before and before[-1] == end:
+            before = before[:-1]
+        spans = self._spans(content, theirs, text)
+        if end is not None:
+            if ended and not self.without_ends.ours and not self.without_ends.theirs:
+                spans.append(Span(range(len(content), len(content) + 1), range(len(theirs), len(theirs) + 1)))
+            theirs = [*theirs, end]
+        return Read(list(before), list(theirs), spans)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        if self.ours is None:
+            return _decoded(self.student, ids)
+        return b"".join(self.ours.of(ids)).decode(errors="replace")
+
+    def _spans(self, content: Sequence[int], theirs: Sequence[int], text: str) -> list[Span]:
+        if self.ours is None or self.theirs is None:
+            both = range(min(len(content), len(theirs)))
+            return [Span(range(each, each + 1), range(each, each + 1)) for each in both]
+        own, other = ([len(each) for each in of.of(ids)] for of, ids in ((self.ours, content), (self.theirs, theirs)))
+        said, wanted = b"".join(self.theirs.of(theirs)), text.encode()
+        if said == b" " + wanted and other:  # which SentencePiece puts before a text
+            other[0] -= 1
+        elif said != wanted:
+            _tell_of_unknown(type(self.teacher).__name__)
+            return []
+        return aligned(own, other)
+
+
+def aligned(ours: Sequence[int], theirs: Sequence[int]) -> list[Span]:
+    """The spans of two cuts of a text.
+
+    Args:
+        ours: the length of each token, likewise `theirs`. What lies behind the last place that both cut is one span.
+    """
+    found, ends = [], list(accumulate(theirs))
+    first = start = other = 0
+    for place, end in enumerate(accumulate(ours)):
+        while other < len(ends) and ends[other] < end:
+            other += 1
+        if other < len(ends) and ends[other] == end:
+            found.append(Span(range(first, place + 1), range(start, other + 1)))
+            first, start = place + 1, other + 1
+            other = start
+    if first < len(ours) and start < len(theirs):
+        found.append(Span(range(first, len(ours)), range(start, len(theirs))))
+    return found
+
+
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return str(tokenizer.decode([*ids], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@functools.cache
+def _tell_of_unknown(kind: str) -> None:
+    logger.warning(
+        f"the teacher's tokenizer ({kind}) has no tokens for some of the texts: nothing is learned of the rows of "
+        "these. use_extended_uld=False pairs tokens by place instead"
+    )

@@ -63,6 +63,11 @@ class StepRewards:
         found = self._chosen((self.completion >= own.start) & (self.completion < own.stop))
         return replace(found, completion=found.completion - own.start)
 
+    def chosen(self, numbers: Sequence[int]) -> StepRewards:
+        """Those of some completions, in their order; of one that is there several times, as often."""
+        parts = [self.of_completions(slice(number, number + 1)) for number in numbers]
+        return StepRewards.concat([StepRewards.of(), *parts], [0] + [1] * len(parts))
+
     def replaced(self, places: Sequence[int], other: StepRewards) -> StepRewards:
         """With those of other completions in some places."""
         at = torch.tensor(list(places), dtype=torch.long)

@@ -142,6 +142,18 @@ class Rollout:
             steps=StepRewards.concat([each.steps for each in parts], [len(each) for each in parts]),
         )
 
+    def chosen(self, numbers: Sequence[int]) -> Rollout:
+        """Some completions with their rewards, as nothing else was computed of them; prompts show no images."""
+        numbers = list(numbers)
+        return Rollout(
+            [self.prompts[number] for number in numbers],
+            [self.completions[number] for number in numbers],
+            self.version,
+            self.rewards[numbers],
+            [self.learned[number] for number in numbers],
+            steps=self.steps.chosen(numbers),
+        )
+
     def replaced(self, places: Sequence[int], other: Rollout) -> Rollout:
         """With the completions of another rollout of one policy in some places. Nothing was computed of either yet, and
         what images prompts show is to be said anew."""

@@ -128,6 +128,29 @@ class Made:
         values = self.extra.get(name, [])[: len(self.rollout)]
         return [*values, *[None] * (len(self.rollout) - len(values))]
 
+    def chosen(self, numbers: Sequence[int]) -> Made:
+        """Some completions, rewarded and as nothing was learned of them; prompts show no images."""
+        return Made(
+            self.rollout.chosen(numbers),
+            [self.prompts[number] for number in numbers],
+            [self.completions[number] for number in numbers],
+            extra={name: [self.column(name)[number] for number in numbers] for name in self.extra},
+            calls=None if self.calls is None else [self.calls[number] for number in numbers],
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Made]) -> Made:
+        """Rewarded completions of one policy after the other, of which nothing was learned yet; what functions logged
+        of the first."""
+        names = dict.fromkeys(name for each in parts for name in each.extra)
+        return replace(
+            parts[0],
+            rollout=Rollout.concat([each.rollout for each in parts]),
+            prompts=[one for each in parts for one in each.prompts],
+            completions=[one for each in parts for one in each.completions],
+            extra={name: [value for each in parts for value in each.column(name)] for name in names},
+        )
+
     def replaced(self, places: Sequence[int], other: Made) -> Made:
         """With other completions in some places, rewarded and not yet learned from; prompts show no images then."""
         names = dict.fromkeys([*self.extra, *other.extra])
@@ -504,9 +527,9 @@ class RolloutMaker:
         batch = None
         if self.wants_old or self.options.corrects:
             old = rollout.of_scores("plain_logprobs")
-            if old.isnan().any():
+            if (unknown := old.isnan()).any():
                 batch = rollout.batch()
-                old = self._policy(batch).float().cpu()
+                old = torch.where(unknown, self._policy(batch).float().cpu(), old)
             rollout.score_values[OLD] = old
         others = self.rollout_func is not None or self.options.use_vllm
         if others and getattr(self.options, "off_policy_mask_threshold", None) is not None:
@@ -603,14 +626,7 @@ def _of_group(made: Made, rows: int, together: RankGroup) -> Made:
     everyones = together.all_objects(made)
     if len(made.rollout) == rows:
         return everyones[0]
-    names = dict.fromkeys(name for each in everyones for name in each.extra)
-    return replace(
-        made,
-        rollout=Rollout.concat([each.rollout for each in everyones]),
-        prompts=[one for each in everyones for one in each.prompts],
-        completions=[one for each in everyones for one in each.completions],
-        extra={name: [value for each in everyones for value in each.column(name)] for name in names},
-    )
+    return replace(Made.concat(everyones), logged=made.logged, calls=made.calls, metrics=made.metrics)
 
 
 def _means_of_calls(logged: Mapping[str, list[float]]) -> dict[str, float]:

@@ -40,6 +40,11 @@ METHODS = {
         "dynamic_sampling_rounds": 3,
         "arguments": {"reward_funcs": spread_where_even},
     },
+    "GRPO with replayed groups": {
+        "num_generations": 2,
+        "replay_buffer_size": 3,
+        "arguments": {"reward_funcs": spread_where_even},
+    },
     "GRPO of steps": {"num_generations": 4, "arguments": {"reward_funcs": [every_third_token, even_tokens]}},
     "GRPO of steps whose prompts are replaced": {
         "num_generations": 2,

@@ -94,6 +94,11 @@ class GRPOOptions(AheadOptions, VisionOptions):
         "is learned from (arXiv 2503.14476); those that are left then stay. 0: never.",
         NOT_NEGATIVE,
     )
+    replay_buffer_size: int = option(
+        0,
+        "Groups with spread in their rewards that are kept, to take the places of later groups without. 0: none.",
+        NOT_NEGATIVE,
+    )
     top_entropy_quantile: float = option(1.0, "The share of tokens, by entropy, that is learned from.", SHARE)
     entropy_coef: float = option(0.0, "Weight of the mean entropy, which is rewarded.", FINITE)
     use_adaptive_entropy: bool = option(False, "Change that weight to keep entropy at `entropy_target`.")

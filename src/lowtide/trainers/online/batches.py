@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 ROLLOUT = "rollout_{rank}.safetensors"
 """The file of a checkpoint for the window that a rank is in the middle of; for each that was asked for, with the pass
 over the rows and the window behind the rank."""
+REPLAY = "replay_{rank}.safetensors"
+"""The file of a checkpoint for the groups that are kept to be replayed, the same ones on every rank."""
 
 
 class WrittenBatches(RowBatches):
@@ -109,7 +111,11 @@ class WrittenBatches(RowBatches):
         if trainer.resampling is not None:
             place = epoch, first
             own, rows = trainer.resampling.filled(own, rows, place, version=state.global_step, state=state)
+        if trainer.replay is not None:
+            own = trainer.replay.filled(own, (epoch, first))
         made = trainer.maker.finish(own, rows, group=args.num_generations, state=state)
+        if trainer.replay is not None:
+            trainer.replay.take_in(made)
         return self._logged(made)
 
     def _ask(self, place: Place, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -211,6 +217,9 @@ class WrittenBatches(RowBatches):
         if self._window is not None and place[1] % self.trainer.windows.repeats:
             folder.mkdir(parents=True, exist_ok=True)  # the first rank's may be on another disk
             self._window.rollout.save(self._file(folder), place=list(place))
+        if self.trainer.replay is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.trainer.replay.save(self._file(folder, name=REPLAY))
         for at, made in self._ahead.kept().items():
             if isinstance(made, Made):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -226,6 +235,8 @@ class WrittenBatches(RowBatches):
         if self._file(folder).exists():
             rollout, _ = Rollout.load(self._file(folder), reader)
             self._window = Made(rollout)
+        if self.trainer.replay is not None:
+            self.trainer.replay.load(self._file(folder, name=REPLAY))
         if not self.trainer.windows.ahead:
             return
         found = [Made.load(each, reader) for each in folder.glob(self._file(folder, ("*", "*")).name)]
@@ -234,10 +245,10 @@ class WrittenBatches(RowBatches):
             if at in everywhere:
                 self._ahead.put(at, made)
 
-    def _file(self, folder: Path, asked: Sequence[Any] = ()) -> Path:
-        """Of the window that this rank is in the middle of, or of one that was asked for."""
+    def _file(self, folder: Path, asked: Sequence[Any] = (), *, name: str = ROLLOUT) -> Path:
+        """Of the window that this rank is in the middle of, or of one that was asked for; or of another name."""
         rank = "_".join(map(str, (self.trainer.args.process_index, *asked)))
-        return folder / ROLLOUT.format(rank=rank)
+        return folder / name.format(rank=rank)
 
 
 def _completions_of(loader: DataLoader) -> int:

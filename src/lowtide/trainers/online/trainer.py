@@ -25,6 +25,7 @@ from lowtide.rollout.rewards.models import ModelReward
 from lowtide.rollout.rewards.rewards import Rewards
 from lowtide.rollout.turns import Turns
 from lowtide.run.edge import edge
+from lowtide.run.replay import Replay
 from lowtide.run.resampling import Resampling
 from lowtide.run.rollouts import RolloutMaker
 from lowtide.run.writing import make_generator
@@ -91,6 +92,7 @@ class OnlineTrainer(ReferenceTrainer):
         self.rewards = make_rewards(self._given, self.options, self.tokenizer, type(self).__name__)
         self.maker, self.written_by = self._make_maker()
         self.resampling = self._make_resampling()
+        self.replay = self._make_replay()
         start_value_head(self.method.head, self.training_run.model, self._given.pop("value_model"))
         self.completions_log = CompletionsLog(self.args)
         self._reward_by_environments()
@@ -161,7 +163,7 @@ class OnlineTrainer(ReferenceTrainer):
     @property
     def reward_func_names(self) -> list[str]:
         """What the rewards are logged by."""
-        return self.rewards.names
+        return list(self.rewards.names)
 
     @property
     def reward_processing_classes(self) -> list[Any]:
@@ -211,6 +213,7 @@ class OnlineTrainer(ReferenceTrainer):
                 ranks=parted_over(self.training_run.model),
             )
         stale = self.args.gradient_accumulation_steps % self.windows.repeats != 0
+        stale = stale or bool(getattr(args, "replay_buffer_size", 0))
         maker = RolloutMaker(
             args,
             self.runner,
@@ -237,6 +240,17 @@ class OnlineTrainer(ReferenceTrainer):
         if not rounds:
             return None
         made = Resampling(self.maker, cast(Any, self.train_dataset), rounds)
+        made.check()
+        return made
+
+    def _make_replay(self) -> Replay | None:
+        """What keeps groups that there is something to learn from; None where none are kept."""
+        size = getattr(self.options, "replay_buffer_size", 0)
+        if not size:
+            return None
+        if self.training_run.shows_images:
+            raise ValueError(f"replay_buffer_size={size} does not go with prompts that show images: set it to 0")
+        made = Replay(self.maker, size)
         made.check()
         return made
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
@@ -171,14 +172,127 @@ def test_what_llama_cpp_would_pass_over_is_refused(kind, changes, message, tmp_p
     assert not list(tmp_path.glob("*.gguf*"))
 
 
-def test_an_adapter_and_a_missing_package_are_said_in_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "M"}')
-    monkeypatch.setattr("lowtide.cli.after_training.export.find_spec", lambda name: object())
-    assert main(["export", str(tmp_path), "--gguf", "f32"]) == 2
-    assert "lowtide merge --adapter" in capsys.readouterr().err
+def test_a_missing_package_is_said_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lowtide.cli.after_training.export.find_spec", lambda name: None)
-    assert main(["export", str(tmp_path), "--gguf", "f32"]) == 2
-    assert "pip install 'lowtide[gguf]'" in capsys.readouterr().err
+    for kind, extra in {"--gguf f32": "gguf", "--quantize int8": "ao"}.items():
+        assert main(["export", str(tmp_path), *kind.split()]) == 2
+        assert f"pip install 'lowtide[{extra}]'" in capsys.readouterr().err
+
+
+def adapted(folder: Path, base: Path, kind: str) -> None:
+    """An adapter of random numbers on a model of random weights, each in its folder, the adapter with the tokenizer."""
+    model, tokenizer = saved(base, kind)
+    model.name_or_path = str(base)
+    torch.manual_seed(1)
+    with_adapter = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    with_adapter.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_an_adapter_is_merged_as_the_file_is_written(tmp_path, capsys, kind):
+    gguf = pytest.importorskip("gguf", reason="needs the gguf extra")
+    adapted(tmp_path / "run", tmp_path / "base", kind)
+    before = sorted(tmp_path.iterdir())
+    assert main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "whole/run")]) == 0
+    assert main(["export", str(tmp_path / "whole/run"), "--gguf", "f32", "--output", str(tmp_path / "a.gguf")]) == 0
+    assert main(["export", str(tmp_path / "run"), "--gguf", "f32", "--output", str(tmp_path / "b.gguf")]) == 0
+    two, one = (gguf.GGUFReader(tmp_path / name) for name in ("a.gguf", "b.gguf"))
+    tensors = [{each.name: np.array(each.data) for each in reader.tensors} for reader in (two, one)]
+    assert tensors[0].keys() == tensors[1].keys()
+    assert all((tensors[0][name] == tensors[1][name]).all() for name in tensors[0])
+    assert not np.array_equal(tensors[1]["blk.0.ffn_up.weight"], plain(tmp_path / "base", "layers.0.mlp.up_proj"))
+    fields = [{name: field.contents() for name, field in reader.fields.items()} for reader in (two, one)]
+    assert fields[0] == fields[1]
+    assert 'PARAMETER stop "<|endoftext|>"' in (tmp_path / "Modelfile").read_text()  # as the base's config says
+    made = {tmp_path / name for name in ("whole", "a.gguf", "b.gguf", "Modelfile")}
+    assert {*tmp_path.iterdir()} == {*before, *made}
+
+
+def plain(folder: Path, name: str) -> np.ndarray:
+    return load_file(folder / "model.safetensors")[f"model.{name}.weight"].numpy()
+
+
+CONVERTER = """
+import argparse, json, pathlib, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("model", type=pathlib.Path)
+parser.add_argument("--outfile", type=pathlib.Path)
+parser.add_argument("--outtype")
+given = parser.parse_args()
+assert given.model.name == "run" and (given.model / "tokenizer.json").is_file()
+assert json.loads((given.model / "config.json").read_text())["model_type"] == "gpt2"
+assert (given.model / "model.safetensors").is_file()
+if given.outtype == "f16":
+    sys.exit("Model GPT2LMHeadModel is not supported")
+given.outfile.write_bytes(b"GGUF and more" if given.outtype == "bf16" else b"none")
+"""
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_converter_writes_what_is_not_written_here(tmp_path, capsys, adapter):
+    tokenizer = a_tokenizer()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", vocab_size=400, n_layer=1, n_embd=8, n_head=2)
+    )
+    model.save_pretrained(tmp_path / ("base" if adapter else "run"))
+    tokenizer.save_pretrained(tmp_path / "run")
+    if adapter:
+        model.name_or_path = str(tmp_path / "base")
+        get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"])).save_pretrained(tmp_path / "run")
+    (tmp_path / "convert.py").write_text(CONVERTER)
+    words = ["export", str(tmp_path / "run"), "--converter", str(tmp_path / "convert.py"), "--gguf"]
+    assert main([*words, "bf16"]) == 0
+    output = tmp_path / "run" / "run-bf16.gguf"
+    assert output.read_bytes() == b"GGUF and more"
+    assert f"llama-cli --model {output}" in capsys.readouterr().out
+    for kind, said in {"f16": "status 1, and said:\nModel GPT2LMHeadModel is not", "f32": "wrote no GGUF file"}.items():
+        assert main([*words, kind]) == 2
+        assert said in capsys.readouterr().err
+    assert {each.name for each in tmp_path.iterdir()} == {"run", "convert.py", *(["base"] if adapter else [])}
+    assert not (tmp_path / "run" / "run-f32.gguf").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "int8_dynamic"])
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_quantized_folder_is_read_by_transformers(tmp_path, capsys, kind, adapter):
+    pytest.importorskip("torchao", reason="needs the ao extra")
+    if adapter:
+        adapted(tmp_path / "run", tmp_path / "base", "qwen3")
+        main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "whole")])
+    else:
+        saved(tmp_path / "run", "qwen3")
+    assert main(["export", str(tmp_path / "run"), "--quantize", kind]) == 0
+    output = tmp_path / f"run-{kind}"
+    assert f"vllm serve {output}" in capsys.readouterr().out
+    said = json.loads((output / "config.json").read_text())["quantization_config"]
+    assert said["quant_method"] == "torchao"
+    read = AutoModelForCausalLM.from_pretrained(output, dtype=torch.bfloat16).eval()
+    assert "Int8" in type(read.model.layers[0].mlp.up_proj.weight).__name__
+    source = tmp_path / ("whole" if adapter else "run")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        ours, theirs = read(ids).logits.float(), model(ids).logits.float()
+    assert 0 < (ours - theirs).norm() / theirs.norm() < 0.1
+    assert json.loads((output / "tokenizer.json").read_text()) == json.loads((source / "tokenizer.json").read_text())
+    assert main(["export", str(tmp_path / "run"), "--quantize", kind]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path, capsys):
+    (tmp_path / "convert.py").touch()
+    wrong = {
+        "--quantize int8 --tokenizer_pre qwen2": "--tokenizer_pre goes with --gguf",
+        "--gguf f32 --converter no.py": "there is no file 'no.py'",
+        f"--gguf f32 --converter {tmp_path}/convert.py --tokenizer_pre qwen2": "--tokenizer_pre has no effect",
+        "--gguf f32 --quantize int8": "not allowed with argument",
+        "": "one of the arguments --gguf --quantize is required",
+    }
+    for words, said in wrong.items():
+        assert main(["export", str(tmp_path), *words.split()]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_what_is_there_and_is_no_gguf_stays(tmp_path, capsys):

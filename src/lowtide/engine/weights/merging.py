@@ -67,21 +67,37 @@ def save_merged(
         OSError: something cannot be written.
         ValueError: an adapter cannot be merged, or has no weights but virtual tokens; nothing is written.
     """
-    tokens = prompt_config(model)
-    if tokens is not None:
-        raise ValueError(
-            f"virtual tokens ({kind_of_prompt(tokens)}) stand before the rows and change no weight, so there is "
-            "nothing to merge: use the folder of adapters as it is"
-        )
-    base = causal_model(model)
-    dense = embedding_weight(model).dtype if dtype is None else dtype
-    parts = list(effective_weights(base, "", dtype, dense))
-    tied, same = _tied(base, parts)
-
+    merged = MergedModel(model, dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    _save_configs(base, folder, dense, untied=tied != same)
-    left_out = same | names_not_saved(base)
-    _write_shards(_checkpoint_weights(base, parts, left_out), folder, max_shard_bytes)
+    merged.save_configs(folder)
+    _write_shards(merged.weights(), folder, max_shard_bytes)
+
+
+class MergedModel:
+    """The model that a base and its adapters are together, as its files describe it, weight by weight."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+        """Args and errors as of `save_merged`."""
+        tokens = prompt_config(model)
+        if tokens is not None:
+            raise ValueError(
+                f"virtual tokens ({kind_of_prompt(tokens)}) stand before the rows and change no weight, so there is "
+                "nothing to merge: use the folder of adapters as it is"
+            )
+        self._base = causal_model(model)
+        self._dense = embedding_weight(model).dtype if dtype is None else dtype
+        self._parts = list(effective_weights(self._base, "", dtype, self._dense))
+        tied, self._same = _tied(self._base, self._parts)
+        self._untied = tied != self._same
+
+    def save_configs(self, folder: Path) -> None:
+        """Writes the config and the generation config."""
+        _save_configs(self._base, folder, self._dense, untied=self._untied)
+
+    @torch.no_grad()
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights, merged one by one, under the names that they have in files; those that are tied come once."""
+        yield from _checkpoint_weights(self._base, self._parts, self._same | names_not_saved(self._base))
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-"""A model's folder as one GGUF file for llama.cpp, written tensor by tensor: it takes the memory of one tensor.
+"""A model as one GGUF file for llama.cpp, written tensor by tensor: it takes the memory of one tensor, and of the model
+where adapters are merged into it.
 
 Names of keys and tensors are those of PyPI's `gguf`, which llama.cpp publishes; which keys a family has, and how its
 weights are laid out, follows llama.cpp's own converter (`conversion/`).
@@ -11,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from safetensors import safe_open
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from lowtide.cli.after_training.gguf_export.families import FAMILIES, Family, head_dim, rope
 from lowtide.cli.after_training.gguf_export.vocabulary import write_vocabulary
+from lowtide.engine.weights.merging import MergedModel
 from lowtide.engine.weights.weight_files import broken_files_named
 
 TYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16", "q8_0": "Q8_0"}
@@ -46,11 +48,12 @@ def check_family(config: Mapping[str, Any], folder: Path) -> Family:
     return family
 
 
-def write_gguf(folder: Path, path: Path, kind: str, tokenizer: Any, pre: str | None = None) -> None:
+def write_gguf(folder: Path, path: Path, kind: str, tokenizer: Any, weights: Weights, pre: str | None = None) -> None:
     """Writes a file.
 
     Args:
-        folder: of a whole model in safetensors, with its tokenizer.
+        folder: of the model's config and tokenizer, after which the model is called.
+        weights: `FileWeights` of a whole model, or `MergedWeights` of one with adapters.
         kind: of `TYPES`.
         pre: llama.cpp's name of the pre-tokenizer; None to tell it from the tokenizer.
 
@@ -63,25 +66,26 @@ def write_gguf(folder: Path, path: Path, kind: str, tokenizer: Any, pre: str | N
     family = check_family(config, folder)
     arch = MODEL_ARCH[family.arch]
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
-    _write_config(writer, folder, config, family)
-    with _Weights(folder) as weights:
-        size = weights.shape(next(name for name in weights if name.endswith("embed_tokens.weight")))[0]
+    writer.add_name(folder.resolve().name)
+    _write_config(writer, config, family)
+    with weights:
+        shapes = weights.shapes()
+        size = next(shape[0] for name, shape in shapes.items() if name.endswith("embed_tokens.weight"))
         writer.add_vocab_size(size)
         write_vocabulary(writer, folder, size, tokenizer, pre)
-        names, planned = get_tensor_name_map(arch, config["num_hidden_layers"]), []
-        for name in weights:
+        names, planned = get_tensor_name_map(arch, config["num_hidden_layers"]), {}
+        for name, shape in shapes.items():
             if name == "lm_head.weight" and config.get("tie_word_embeddings"):
                 continue
             new = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if new is None:
                 raise ValueError(f"{folder}: llama.cpp has no place for the weight {name!r} in a {family.arch} model")
-            shape = weights.shape(name)
             wanted = _type_of(shape, kind)
             type_of = GGMLQuantizationType[wanted]
             stored = quants.quant_shape_to_byte_shape(shape, type_of) if wanted in ("Q8_0", "BF16") else shape
             dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(wanted, np.uint8))
             writer.add_tensor_info(new, stored, dtype, math.prod(stored) * dtype.itemsize, raw_dtype=type_of)
-            planned.append((name, type_of))
+            planned[name] = type_of
         factors = _long_factors(config)
         if factors is not None:
             whole = GGMLQuantizationType.F32
@@ -90,9 +94,10 @@ def write_gguf(folder: Path, path: Path, kind: str, tokenizer: Any, pre: str | N
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         change = _layout(config, family)
-        for name, type_of in planned:
-            values = change(name, weights.read(name).float()).contiguous().numpy()
-            writer.write_tensor_data(quants.quantize(values, type_of))
+        for name, tensor in weights.read():
+            if name in planned:
+                values = change(name, tensor.float()).contiguous().numpy()
+                writer.write_tensor_data(quants.quantize(values, planned[name]))
         if factors is not None:
             writer.write_tensor_data(factors)
     writer.close()
@@ -106,9 +111,8 @@ def _type_of(shape: tuple[int, ...], kind: str) -> str:
     return "F16" if kind == "q8_0" and columns % BLOCK else TYPES[kind]
 
 
-def _write_config(writer: Any, folder: Path, config: Mapping[str, Any], family: Family) -> None:
+def _write_config(writer: Any, config: Mapping[str, Any], family: Family) -> None:
     heads, width = config["num_attention_heads"], head_dim(config)
-    writer.add_name(folder.resolve().name)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -159,7 +163,7 @@ def _long_factors(config: Mapping[str, Any]) -> np.ndarray | None:
     return (1 / ((1 - smooth) / given["factor"] + smooth)).astype(np.float32)
 
 
-class _Weights:
+class FileWeights:
     """The weights in a folder's safetensors, in the files' order."""
 
     def __init__(self, folder: Path) -> None:
@@ -168,7 +172,7 @@ class _Weights:
             raise ValueError(f"{folder} holds no model*.safetensors: save the model whole, as `lowtide merge` does")
         self._stack = ExitStack()
 
-    def __enter__(self) -> _Weights:
+    def __enter__(self) -> Self:
         opened = (safe_open(str(path), "pt") for path in self.paths)  # type: ignore[no-untyped-call]
         with broken_files_named(str(self.folder)):
             files = [self._stack.enter_context(each) for each in opened]
@@ -178,13 +182,35 @@ class _Weights:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all weights, without reading them."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of a weight, without reading it."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights one by one, in the order of their shapes."""
+        for name, file in self._files.items():
+            yield name, file.get_tensor(name)
 
-    def read(self, name: str) -> Tensor:
-        """A weight."""
-        return self._files[name].get_tensor(name)
+
+class MergedWeights:
+    """The weights of a model with its adapters merged, one at a time. A file says all shapes before the first weight,
+    so each is merged twice: nothing is kept of it."""
+
+    def __init__(self, model: MergedModel) -> None:
+        self.model = model
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all weights."""
+        return {name: tuple(tensor.shape) for name, tensor in self.model.weights()}
+
+    def read(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights one by one, in the order of their shapes."""
+        return self.model.weights()
+
+
+Weights: TypeAlias = FileWeights | MergedWeights

@@ -10,10 +10,7 @@ import torch
 from lowtide.data.batches.values import OLD
 from tests.support.runs.online_runs import even_tokens, online, trained, weights
 
-OPTIONS: dict[str, Any] = {
-    **{"replay_buffer_size": 2, "max_steps": 4},
-    **{"per_device_train_batch_size": 12, "max_completion_length": 6},
-}
+OPTIONS: dict[str, Any] = {"replay_buffer_size": 2, "max_steps": 4, "per_device_train_batch_size": 12}
 """Windows of three groups of four."""
 
 

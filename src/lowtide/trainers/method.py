@@ -39,6 +39,7 @@ from lowtide.run.unwise import unwise
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 from lowtide.trainers.attributes import set_options
 from lowtide.trainers.budget import Fitted, fit_budget
+from lowtide.trainers.callbacks.bema import BEMACallback
 from lowtide.trainers.checkpoints.output_folder import check_output, model_of_others
 from lowtide.trainers.hooks import LowtideTrainer, public_call
 from lowtide.trainers.losses.own_loss import OF_TRAINING
@@ -148,6 +149,9 @@ class MethodTrainer(LowtideTrainer):
             self._check_rows(name, dataset, trained_on=False)
         self.start_report = StartReport(cast(Any, self), run.engine)
         self.add_callback(self.start_report)
+        for each in self.callback_handler.callbacks:
+            if isinstance(each, BEMACallback):
+                each.belongs_to(self)
         self._advise()
 
     def _advise(self) -> None:

@@ -149,10 +149,13 @@ class MethodTrainer(LowtideTrainer):
             self._check_rows(name, dataset, trained_on=False)
         self.start_report = StartReport(cast(Any, self), run.engine)
         self.add_callback(self.start_report)
+        self._tell_callbacks()
+        self._advise()
+
+    def _tell_callbacks(self) -> None:
         for each in self.callback_handler.callbacks:
             if isinstance(each, BEMACallback):
                 each.belongs_to(self)
-        self._advise()
 
     def _advise(self) -> None:
         """Says what is unwise in the run."""

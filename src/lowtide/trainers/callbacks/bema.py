@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ FILE = "bema.safetensors"
 """Of the averages, in a checkpoint."""
 
 
+@dataclass(eq=False, repr=False)
 class BEMACallback(TrainerCallback):
     """Keeps a stabilized copy of the trained weights, and saves it to `bema` in the output folder.
 
@@ -49,40 +51,26 @@ class BEMACallback(TrainerCallback):
     these trainers alone, and where weights are not cut over ranks.
     """
 
-    def __init__(
-        self,
-        update_freq: int = 400,
-        ema_power: float = 0.5,
-        bias_power: float = 0.2,
-        lag: int = 10,
-        update_after: int = 0,
-        multiplier: float = 1.0,
-        min_ema_multiplier: float = 0.0,
-        device: str = "cpu",
-        update_ref_model: bool = False,
-        ref_model_update_freq: int = 400,
-        ref_model_update_after: int = 0,
-    ) -> None:
-        self.update_freq = update_freq
-        self.ema_power = ema_power
-        self.bias_power = bias_power
-        self.lag = lag
-        self.update_after = update_after
-        self.multiplier = multiplier
-        self.min_ema_multiplier = min_ema_multiplier
-        self.device = device
-        self.running_model: Any = None
-        """The model with the averaged weights."""
-        self._first: dict[str, Tensor] = {}
-        self._average: dict[str, Tensor] = {}
-        self.update_ref_model = update_ref_model
-        self.ref_model_update_freq = ref_model_update_freq
-        self.ref_model_update_after = ref_model_update_after
-        self._reference: Mapping[str, Tensor] = {}
-        """The weights of the reference, by the names of the policy's."""
-        self._saved: dict[str, Tensor] | None = None
-        """What a checkpoint holds that training goes on from."""
-        self._saves = True
+    update_freq: int = 400
+    ema_power: float = 0.5
+    bias_power: float = 0.2
+    lag: int = 10
+    update_after: int = 0
+    multiplier: float = 1.0
+    min_ema_multiplier: float = 0.0
+    device: str = "cpu"
+    update_ref_model: bool = False
+    ref_model_update_freq: int = 400
+    ref_model_update_after: int = 0
+    running_model: Any = field(default=None, init=False)
+    """The model with the averaged weights."""
+    _first: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _average: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _reference: Mapping[str, Tensor] = field(default_factory=dict, init=False)
+    """The weights of the reference, by the names of the policy's."""
+    _saved: dict[str, Tensor] | None = field(default=None, init=False)
+    """What a checkpoint holds that training goes on from."""
+    _saves: bool = field(default=True, init=False)
 
     def belongs_to(self, trainer: Any) -> None:
         """Called by the trainer that has this callback, once it is made.

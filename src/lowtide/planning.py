@@ -7,6 +7,7 @@ training beside it is left alone.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Unpack, cast
@@ -286,6 +287,7 @@ def gpus(
     *,
     name: str = "",
     device: str | None = None,
+    seconds: float = math.inf,
     **inputs: Unpack[PlanInputs],
 ) -> DeviceTable:
     """Which devices hold a run: all of the table of devices, each with full, LoRA and QLoRA training.
@@ -297,6 +299,7 @@ def gpus(
         model: its config, or a path or hub name of it; the shapes of well-known models are built in.
         name: what the model is called, where its config is given.
         device: of this one alone: "cpu", "cuda" (the one that is there), or a name as "RTX-4090".
+        seconds: in which traces are begun, those of the rows that are asked for first; what is left out is noted.
         inputs: see `PlanInputs`; `lengths` are 8 rows of 1,024 tokens by default, and with `peft_config` only adapters
             are compared.
 
@@ -315,7 +318,7 @@ def gpus(
     first = next(iter(runs.values()))
     beside = known_process_bytes(adapters=inputs.get("peft_config") is not None)
     rows = row_lengths(lengths, first.method)
-    table = device_table(runs, rows, model=called, beside=beside, devices=devices)
+    table = device_table(runs, rows, model=called, beside=beside, devices=devices, seconds=seconds)
     notes = check_lengths(rows, model, _written(first.method, first.requested))
     return replace(table, notes=(*notes, *notes_of_lengths(rows, first.requested), *table.notes))
 

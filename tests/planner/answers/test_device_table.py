@@ -9,6 +9,8 @@ from transformers import LlamaConfig
 
 from lowtide.methods import METHODS
 from lowtide.planner.answers import device_table as tables
+from lowtide.planner.answers import traces
+from lowtide.planner.answers.curves import Point
 from lowtide.planner.answers.device_table import device_table
 from lowtide.planner.answers.row_lengths import row_lengths
 from lowtide.planner.answers.traces import KINDS
@@ -43,6 +45,46 @@ def one_way(monkeypatch):
     monkeypatch.setattr("lowtide.planner.answers.traces.ways_of", lambda run: [way])
     monkeypatch.setattr("lowtide.planner.parallel._cores", lambda: 1)
     return way
+
+
+def test_what_there_was_no_time_for_is_said_and_nothing_is_made_up(monkeypatch):
+    """Rows that are asked for are traced first; a longest row is never beyond what was traced."""
+    ways = [Way(name, (Stage(name, SETTINGS, name="checkpointing"),), {"use_peft": True}) for name in (LORA, QLORA)]
+    monkeypatch.setattr(traces, "ways_of", lambda run: ways)
+    monkeypatch.setattr("lowtide.planner.parallel._cores", lambda: 1)
+    made = []
+
+    def point(run, lengths, options, spaces):
+        made.append(lengths.longest)
+        clock[0] += 10
+        phases = {each: {"forward": GIB} for each in spaces}
+        return Point(lengths.longest, 1, 1.0, dict.fromkeys(("layers", "head", "optimizer"), ({}, 1.0)), phases)
+
+    clock = [0.0]
+    monkeypatch.setattr(traces, "point_of", point)
+    monkeypatch.setattr(traces.time, "monotonic", lambda: clock[0])
+    lengths = row_lengths("256x4", METHODS["sft"])
+    asked = {"model": "tiny", "devices": [DEVICE]}
+    for seconds, rows, left_out in (
+        (
+            15,
+            {LORA: 256, QLORA: 256},
+            "2 of 4 traces were made in 15 s, which leaves out LoRA with longer rows on GPUs",
+        ),
+        (
+            5,
+            {LORA: 256},
+            "1 of 4 traces were made in 5 s, which leaves out QLoRA altogether on GPUs with bfloat16, LoRA",
+        ),
+        (100, {LORA: 4096, QLORA: 4096}, ""),
+    ):
+        clock[0] = 0.0
+        made.clear()
+        found = device_table({"cuda": run()}, lengths, seconds=seconds, **asked)
+        assert {name: fit.longest_row for name, fit in found.rows[0].fits.items()} == rows
+        assert any(note.startswith(left_out) for note in found.notes) if left_out else not found.notes
+        assert made == sorted(made)
+        assert {*found.refused} == {LORA, QLORA} - {*rows}
 
 
 @pytest.mark.slow

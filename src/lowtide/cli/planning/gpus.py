@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LENGTHS = "1024x8"
 """Of the rows, where nobody says which."""
+SECONDS = 40
+"""For traces: with imports and the last traces, all of it is within a minute on two cores."""
 
 
 def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentParser:
@@ -37,9 +39,22 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
         named = "of this one alone, in one screen: 4090, H100-80GB, cuda (the one here)"
         group.add_argument("--device", dest="of_device", metavar="NAME", help=named)
         add_lengths(group, LENGTHS)
+        group.add_argument(
+            "--seconds", type=_seconds, default=SECONDS, metavar="N", help=f"trace for so long (default: {SECONDS})"
+        )
         group.add_argument("--json", action="store_true", help="print JSON")
     own.set_defaults(run=run)
     return own
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         from lowtide.terminal import Console
 
     with Console(stderr=True).status("Tracing the ways to train on tensors without memory"):
-        found = gpus(described.method, described.model, device=arguments.of_device, **described.inputs())
+        found = gpus(
+            described.method,
+            described.model,
+            device=arguments.of_device,
+            seconds=arguments.seconds,
+            **described.inputs(),
+        )
     if found.changes.keys() <= found.refused.keys():
         raise ValueError(f"no way to train can be predicted: {next(iter(found.refused.values()))}")
     status = 0 if found.smallest() else DOES_NOT_FIT

@@ -7,6 +7,7 @@ workspaces, its context and its rates. What lies between traced lengths is inter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -99,6 +100,7 @@ def device_table(
     model: str,
     beside: int | None = None,
     devices: Iterable[Device] = tuple(DEVICES.values()),
+    seconds: float = math.inf,
 ) -> DeviceTable:
     """Which devices hold a run.
 
@@ -108,6 +110,7 @@ def device_table(
         model: its name.
         beside: what a process holds on a CPU beside tensors; None for an assumption.
         devices: to ask of.
+        seconds: in which traces are begun; what they leave out is noted.
     """
     asked = [(device, kind_of(device)) for device in sorted(devices, key=as_bought)]
     first = runs[asked[0][1]]
@@ -115,7 +118,7 @@ def device_table(
     positions = max(positions * lengths.longest // lengths.sequence, lengths.longest)
     kinds = {kind: [each for each, of in asked if of == kind] for kind in dict.fromkeys(kind for _, kind in asked)}
     parameters = _parameters(first, model)
-    traced = traces_of(runs, lengths, kinds, positions, parameters)
+    traced = traces_of(runs, lengths, kinds, positions, parameters, seconds)
     process = PROCESS if beside is None else beside
     return DeviceTable(
         method=first.method.name,

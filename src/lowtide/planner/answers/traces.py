@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +23,10 @@ LONG = 65_536
 """Tokens of the long rows that are traced, where the model has so many positions."""
 ASKED, HALF, LONGER = "asked", "half of the rows", "longer"
 """The sizes that are traced: the rows that are asked for one by one, half of them in a micro-batch, longer ones."""
+LEFT_OUT = {ASKED: "altogether", HALF: "with several rows in a micro-batch", LONGER: "with longer rows"}
+DEVICES_OF = {"cuda": "GPUs with bfloat16", "older": "older GPUs", "cpu": "CPUs"}
+LATE = "the time for traces ended before it: give more by --seconds, or ask for one device by --device"
+"""In the place of a trace that was not begun."""
 PIECES = 8
 """In how many pieces a token budget cuts the longest rows that are traced: what a piece adds is the same for each."""
 KINDS = {"cuda": "H100-80GB", "older": "T4-16GB", "cpu": "CPU-64GB"}
@@ -66,6 +72,7 @@ def traces_of(
     devices: Mapping[str, Sequence[Device]],
     positions: int,
     parameters: int,
+    seconds: float = math.inf,
 ) -> Traces:
     """Traces all ways to train.
 
@@ -75,6 +82,7 @@ def traces_of(
         devices: by kind.
         positions: tokens that a row may have.
         parameters: of the model. Long rows are not traced where what holds these is more than any device has.
+        seconds: in which traces are begun. Those of the rows that are asked for come first; what was left out is noted.
     """
     ways = {kind: ways_of(runs[kind]) for kind in devices}
     spaces = {kind: {each.workspaces for each in those} for kind, those in devices.items()}
@@ -87,11 +95,29 @@ def traces_of(
         if task.lengths is lengths or task.stage.least * parameters <= largest[kind]
     ]
     # Rows of one length have operations of one shape, of which a process keeps what they give.
-    tasks.sort(key=lambda task: task.lengths.longest)
-    traced = each_of(lambda task: _traced(task, runs[task.kind], spaces[task.kind]), tasks)
+    tasks.sort(key=lambda task: (task.size != ASKED, task.lengths.longest))
+    until = time.monotonic() + seconds
+
+    def trace(task: Task) -> Point | str:
+        return LATE if time.monotonic() > until else _traced(task, runs[task.kind], spaces[task.kind])
+
+    parts = [[task for task in tasks if (task.size == ASKED) is asked] for asked in (True, False)]
+    traced = [found for part in parts for found in each_of(trace, part)]
     growths, refused = _growths(tasks, traced)
     notes = dict.fromkeys(note for each in traced if isinstance(each, Point) for note in each.notes)
-    return Traces(ways, growths, refused, tuple(notes))
+    late = [task for task, found in zip(tasks, traced, strict=True) if found == LATE]
+    return Traces(ways, growths, refused, (*notes, *_said_of(late, len(tasks), seconds)))
+
+
+def _said_of(late: Sequence[Task], count: int, seconds: float) -> list[str]:
+    """What was left out for want of time, in a sentence; nothing where all was traced."""
+    if not late:
+        return []
+    left = dict.fromkeys(f"{task.way.name} {LEFT_OUT[task.size]} on {DEVICES_OF[task.kind]}" for task in late)
+    return [
+        f"{count - len(late)} of {count} traces were made in {seconds:g} s, which leaves out {', '.join(left)}: the "
+        "longest row is then at most one that was traced. --seconds gives more time, and --device NAME asks for less."
+    ]
 
 
 def has_budget(run: PlannedRun) -> bool:

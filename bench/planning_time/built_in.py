@@ -1,4 +1,4 @@
-"""`python -m bench.planning_time.built_in`: how long `lowtide gpus`, `plan` and `plan --lossy` take, for built-in models.
+"""`python -m bench.planning_time.built_in`: how long `lowtide gpus` and `plan` take for built-in models.
 
 Each is a process of its own, offline, on the clock from its start to its end: on an idle machine with two cores each is
 to end within 60 s. Models are those that are built in, one of each shape, the largest first; devices are a small, a
@@ -26,7 +26,7 @@ from bench.measuring.processes import OFFLINE, ROOT
 SUMMARY = "Measure how long gpus, plan and plan --lossy take for built-in models."
 MOST = 60
 """Seconds on the clock."""
-DEVICES = ("RTX-3060", "RTX-4090", "H100-80GB")
+DEVICES = ("T4-16GB", "RTX-4090", "H100-80GB")
 ROWS = {"sft": "1024x8", "dpo": "512+512+512x8"}
 
 

@@ -51,6 +51,8 @@ NAMES = [
     "LogCompletionsCallback",
     "MaskedLMConfig",
     "MaskedLMTrainer",
+    "MergeConfig",
+    "MergeModelCallback",
     "ModelConfig",
     "ORPOConfig",
     "ORPOTrainer",

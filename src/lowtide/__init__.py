@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from lowtide.scripts.templates import clone_chat_template, setup_chat_format
     from lowtide.trainers.callbacks.bema import BEMACallback
     from lowtide.trainers.callbacks.log_completions import LogCompletionsCallback
+    from lowtide.trainers.callbacks.merge_model import MergeConfig, MergeModelCallback
     from lowtide.trainers.callbacks.rich_progress import RichProgressCallback
     from lowtide.trainers.callbacks.sync_reference import SyncRefModelCallback
     from lowtide.trainers.callbacks.win_rate import WinRateCallback
@@ -166,6 +167,8 @@ __all__ = [
     "LogCompletionsCallback",
     "MaskedLMConfig",
     "MaskedLMTrainer",
+    "MergeConfig",
+    "MergeModelCallback",
     "ModelConfig",
     "ORPOConfig",
     "ORPOTrainer",
@@ -268,6 +271,7 @@ _NAMES = {
     "lowtide.scripts.templates": ("clone_chat_template", "setup_chat_format"),
     "lowtide.trainers.callbacks.bema": ("BEMACallback",),
     "lowtide.trainers.callbacks.log_completions": ("LogCompletionsCallback",),
+    "lowtide.trainers.callbacks.merge_model": ("MergeConfig", "MergeModelCallback"),
     "lowtide.trainers.callbacks.rich_progress": ("RichProgressCallback",),
     "lowtide.trainers.callbacks.sync_reference": ("SyncRefModelCallback",),
     "lowtide.trainers.callbacks.win_rate": ("WinRateCallback",),

@@ -31,9 +31,6 @@ ELSEWHERE: dict[str, str] = {
         ),
         JUDGE,
     ),
-    "MergeModelCallback": "needs mergekit, which merges checkpoints as well after training: "
-    "mergekit-yaml merge.yaml OUT; `lowtide merge` merges an adapter into its model",
-    "MergeConfig": "needs mergekit: write its YAML and run mergekit-yaml merge.yaml OUT on the checkpoints",
     "WeaveCallback": "needs weave: take LogCompletionsCallback with report_to='wandb'",
     "prepare_multimodal_messages": IMAGES,
     "get_training_chat_template": TEMPLATE,

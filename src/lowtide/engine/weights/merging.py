@@ -70,7 +70,7 @@ def save_merged(
     merged = MergedModel(model, dtype)
     folder.mkdir(parents=True, exist_ok=True)
     merged.save_configs(folder)
-    _write_shards(merged.weights(), folder, max_shard_bytes)
+    write_shards(merged.weights(), folder, max_shard_bytes)
 
 
 class MergedModel:
@@ -141,7 +141,7 @@ def save_joined(
         folder.mkdir(parents=True, exist_ok=True)
         _save_configs(model, folder, dtype or stored, untied=False)
         parts = [part(name) for name in own if name in files.shapes]
-        _write_shards(_checkpoint_weights(model, parts, names_not_saved(model)), folder, max_shard_bytes)
+        write_shards(_checkpoint_weights(model, parts, names_not_saved(model)), folder, max_shard_bytes)
 
 
 def _described(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
@@ -366,7 +366,8 @@ def _telling_of_no_numbers(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tu
         )
 
 
-def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, max_bytes: int) -> None:
+def write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, max_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Writes weights to safetensors files of at most so many bytes, in the place of those of a model there."""
     from safetensors.torch import save_file
 
     for old in folder.iterdir():

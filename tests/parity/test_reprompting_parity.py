@@ -6,23 +6,18 @@ by what they are; the teacher's prompts are each library's own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from tests.support.references.parity_world import (
     COMMON,
     FIRST_STEPS,
-    Writer,
     assert_likelihoods_agree,
-    build_model,
-    lora,
-    sums,
-    tokenizer,
-    user,
+    told_rows,
+    writing_trainer,
 )
+from tests.support.references.parity_world import WritingCase as Case
 from tests.support.runs.online_runs import even_tokens
 
 trl = pytest.importorskip("trl.experimental.sdpo", reason="parity is against trl==1.16.0: install the bench extra")
@@ -41,16 +36,6 @@ UNLIKE = [
     ),
     *("sdpo/distillation_loss", "step_time"),
 ]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to distil; `flags` go to both libraries, `ours` to lowtide alone."""
-
-    flags: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
-    lora: bool = False
-    chat: bool = False
 
 
 TWICE = {"num_iterations": 2}
@@ -77,34 +62,10 @@ CASES = {
 }
 
 
-def rows(count: int, chat: bool) -> Dataset:
-    asked = sums(count)
-    prompts: list[Any] = [[user(ask)] if chat else ask for ask, _ in asked]
-    told = [f"It was {len(answer)} long." if number % 3 else "" for number, (_, answer) in enumerate(asked)]
-    return Dataset.from_list(
-        [{"prompt": prompt, "privileged_context": each} for prompt, each in zip(prompts, told, strict=True)]
-    )
-
-
 def build_trainer(library: Any, case: Case, folder: Any, more: Any = None) -> Any:
-    flags, writer = SETTINGS | {"max_steps": FIRST_STEPS} | case.flags | (more or {}), Writer()
-    model = build_model("llama")
-    if library is trl:
-        model.save_pretrained(folder / "model")  # which TRL loads as the teacher
-        model.config._name_or_path = str(folder / "model")
-    trainer = library.SDPOTrainer(
-        model=model,
-        reward_funcs=even_tokens,
-        args=library.SDPOConfig(output_dir=str(folder / library.__name__), **flags),
-        train_dataset=rows(40, case.chat),
-        processing_class=tokenizer(),
-        peft_config=lora() if case.lora else None,
-    )
-    if library is lowtide:
-        trainer.rollout_func = writer
-    else:
-        trainer._generate = lambda prompt_ids: (prompt_ids, writer.completions(prompt_ids))
-    return trainer
+    flags = SETTINGS | {"max_steps": FIRST_STEPS} | case.flags | (more or {})
+    rows = told_rows(40, case.chat, lambda number, answer: f"It was {len(answer)} long." if number % 3 else "")
+    return writing_trainer(library, "SDPO", folder, case, flags, train_dataset=rows, reward_funcs=even_tokens)
 
 
 @pytest.mark.parametrize(

@@ -6,23 +6,18 @@ models' logits whole; lowtide none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from tests.support.references.parity_world import (
     COMMON,
     FIRST_STEPS,
-    Writer,
     assert_likelihoods_agree,
-    build_model,
-    lora,
-    sums,
-    tokenizer,
-    user,
+    told_rows,
+    writing_trainer,
 )
+from tests.support.references.parity_world import WritingCase as Case
 
 trl = pytest.importorskip("trl.experimental.sdft", reason="parity is against trl==1.16.0: install the bench extra")
 lowtide = pytest.importorskip("lowtide")
@@ -32,16 +27,6 @@ SETTINGS = {
     **{"learning_rate": 1e-3, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 24},
 }
 LOGGED_BY_TRL_ALONE = ["self_distillation/distillation_loss", "sdft/distillation_loss", "step_time"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to distil; `flags` go to both libraries, `ours` to lowtide alone."""
-
-    flags: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
-    lora: bool = False
-    chat: bool = False
 
 
 CASES = {
@@ -66,33 +51,10 @@ CASES = {
 }
 
 
-def rows(count: int, chat: bool) -> Dataset:
-    asked = sums(count)
-    prompts: list[Any] = [[user(ask)] if chat else ask for ask, _ in asked]
-    told = [f"This is how to do it: {answer}." for _, answer in asked]
-    return Dataset.from_list(
-        [{"prompt": prompt, "privileged_context": each} for prompt, each in zip(prompts, told, strict=True)]
-    )
-
-
 def build_trainer(library: Any, case: Case, folder: Any, more: Any = None) -> Any:
-    flags, writer = SETTINGS | {"max_steps": FIRST_STEPS} | case.flags | (more or {}), Writer()
-    model = build_model("llama")
-    if library is trl and not case.lora and flags.get("teacher_model_kind") != "live":
-        model.save_pretrained(folder / "model")  # which TRL loads as the teacher
-        model.config._name_or_path = str(folder / "model")
-    trainer = library.SDFTTrainer(
-        model=model,
-        args=library.SDFTConfig(output_dir=str(folder / library.__name__), **flags),
-        train_dataset=rows(40, case.chat),
-        processing_class=tokenizer(),
-        peft_config=lora() if case.lora else None,
-    )
-    if library is lowtide:
-        trainer.rollout_func = writer
-    else:
-        trainer._generate = lambda prompt_ids: (prompt_ids, writer.completions(prompt_ids))
-    return trainer
+    flags = SETTINGS | {"max_steps": FIRST_STEPS} | case.flags | (more or {})
+    rows = told_rows(40, case.chat, lambda _, answer: f"This is how to do it: {answer}.")
+    return writing_trainer(library, "SDFT", folder, case, flags, train_dataset=rows)
 
 
 @pytest.mark.parametrize(

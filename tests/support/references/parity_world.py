@@ -7,12 +7,15 @@ or a position off by one, would show in the loss at once.
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -265,3 +268,52 @@ class Writer:
             for each in prompts
         ]
         return {"prompt_ids": encoded, "completion_ids": self.completions(encoded), "logprobs": None}
+
+
+@dataclass(frozen=True)
+class WritingCase:
+    """One way to train where the policy writes; `flags` go to both libraries, `ours` to lowtide alone."""
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    chat: bool = False
+
+
+def writing_trainer(
+    library: Any, kind: str, folder: Path, case: WritingCase, flags: dict[str, Any], **more: Any
+) -> Any:
+    """Returns a trainer of a library, whose policy teaches itself, and which is given the same completions as the
+    other library's.
+
+    Args:
+        kind: `SDFT` of `SDFTTrainer`.
+        flags: of its config, those of the case among them.
+        more: arguments of the trainer.
+    """
+    model, writer, ours = build_model("llama"), Writer(), library.__name__ == "lowtide"
+    if not ours:
+        model.save_pretrained(folder / "model")  # which TRL loads as the teacher
+        model.config._name_or_path = str(folder / "model")
+    trainer = getattr(library, f"{kind}Trainer")(
+        model=model,
+        args=getattr(library, f"{kind}Config")(output_dir=str(folder / library.__name__), **flags),
+        processing_class=tokenizer(),
+        peft_config=lora() if case.lora else None,
+        **more,
+    )
+    if ours:
+        trainer.rollout_func = writer
+    else:
+        trainer._generate = lambda prompt_ids: (prompt_ids, writer.completions(prompt_ids))
+    return trainer
+
+
+def told_rows(count: int, chat: bool, told: Callable[[int, str], str]) -> Dataset:
+    """Prompts, as texts or as conversations, with what the teacher is told beside each, by its number and answer."""
+    return Dataset.from_list(
+        [
+            {"prompt": [user(ask)] if chat else ask, "privileged_context": told(number, answer)}
+            for number, (ask, answer) in enumerate(sums(count))
+        ]
+    )

@@ -85,8 +85,8 @@ class TokenBytes:
         )
 
     def _gives_text_back(self) -> bool:
-        """Whether a text is what its tokens stand for, or, where there are none of its letters, pairs of tokens that are
-        whole letters stand for what they are decoded to."""
+        """Whether a text is what its tokens stand for, or, where there are none of its letters, pairs of tokens that
+        are whole letters stand for what they are decoded to."""
         read: Any = self.tokenizer(PROBE, add_special_tokens=False)["input_ids"]
         if b"".join(self.of(read)).lstrip() == PROBE.encode():
             return True

@@ -115,7 +115,8 @@ class TeacherMaker(ReferenceMaker):
             )
 
     def tokenizers(self, student: PreTrainedTokenizerBase | None, model: nn.Module) -> TwoTokenizers | None:
-        """The student's tokenizer and the teacher's, where that has its own; None for one that both have, and in plans.
+        """The student's tokenizer and the teacher's, where that has its own; None for one that both have, and in plans,
+        which have no teacher here or one without memory.
 
         Args:
             model: the student.
@@ -124,11 +125,11 @@ class TeacherMaker(ReferenceMaker):
             ValueError: there is no teacher's tokenizer, or none whose tokens can be aligned; says what to do.
         """
         args = self.args
-        if not args.own_tokens or _is_fake(self.requested):
+        if not args.own_tokens or self.requested is None or _is_fake(self.requested):
             return None
         name = args.teacher_tokenizer_name_or_path
         init: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
-        if name is None and self.requested is not None:
+        if name is None:
             name, init = model_name(self.requested), config_init(teacher_init(vars(args)))
         if not name:
             raise ValueError(
@@ -204,9 +205,9 @@ class TeacherMaker(ReferenceMaker):
         return reference
 
 
-def _is_fake(model: nn.Module | None) -> bool:
+def _is_fake(model: Any) -> bool:
     """Whether its tensors have no memory, as in a plan."""
-    return model is not None and isinstance(next(model.parameters()), FakeTensor)
+    return isinstance(model, nn.Module) and isinstance(next(model.parameters()), FakeTensor)
 
 
 def _title(model: nn.Module) -> str:

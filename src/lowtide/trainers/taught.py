@@ -35,6 +35,11 @@ class TaughtTrainer(ReferenceTrainer):
         self.teacher_writes = self._writer("the teacher", self.reference) if teaches else None
         tokenizers = self.training_run.tokenizers
         self.reader = None if tokenizers is None else Reader(self.runner, tokenizers, self.options)
+        if self.reader is None and self.options.own_tokens:
+            raise ValueError(
+                "use_uld_loss=True compares with a teacher of other tokens, and the teacher is the student without its "
+                "adapters: set teacher_model_name_or_path, or use_uld_loss=False"
+            )
         if self.reader is not None and self.training_run.shows_images:
             raise ValueError(
                 "use_uld_loss=True aligns texts, and rows show images: leave it at False, with a teacher of the "

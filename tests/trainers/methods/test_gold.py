@@ -5,7 +5,9 @@ The loss itself is compared with dense probabilities in `tests/ops/logits`, and 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,11 +19,14 @@ from lowtide import GKDConfig, GKDTrainer, GOLDConfig, GOLDTrainer
 from lowtide.data.byte_pairs import learn_tokenizer
 from lowtide.data.two_tokenizers import Span, TwoTokenizers, aligned
 from tests.support.marks import slow_but
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.references.parity_world import SMALL, sums
 from tests.support.runs.distilling import SETTINGS, losses, weights
 from tests.support.texts.word_tokenizers import tokenizer_of
 
 TEXTS = [f"{ask} {answer}" for ask, answer in sums(60, 3)]
+TEXT = "the quick text"
 WRITTEN = {"lmbda": 1.0, "max_completion_length": 9}
 
 
@@ -40,26 +45,26 @@ def rows(count: int = 12, seed: int = 0) -> Dataset:
     return Dataset.from_list([{"prompt": ask, "completion": f" {answer}"} for ask, answer in sums(count, seed)])
 
 
+def make_gold(folder: Path, trainer: Any = GOLDTrainer, config: Any = GOLDConfig, **options: Any) -> Any:
+    """A trainer whose teacher has its tokenizer in a folder; models are in float64, but for norms."""
+    given = options.pop("arguments", {})
+    student, teacher = tokenizers()
+    teacher.save_pretrained(folder / "teacher")
+    settings = {name: value for name, value in SETTINGS.items() if name != "max_new_tokens"}
+    if config is GOLDConfig:
+        settings |= {"use_uld_loss": True, "teacher_tokenizer_name_or_path": str(folder / "teacher")}
+    settings = {name: value for name, value in (settings | options).items() if value is not None}
+    return trainer(
+        model=model("llama", len(student), 0),
+        **{"teacher_model": model("qwen2", len(teacher), 1, hidden_size=96), "train_dataset": rows()} | given,
+        args=config(output_dir=str(folder / "run"), **settings),
+        processing_class=student,
+    )
+
+
 @pytest.fixture
 def gold(tmp_path):
-    """Makes trainers whose teacher has its tokenizer in a folder."""
-
-    def make(trainer: Any = GOLDTrainer, config: Any = GOLDConfig, **options: Any) -> Any:
-        given = options.pop("arguments", {})
-        student, teacher = tokenizers()
-        teacher.save_pretrained(tmp_path / "teacher")
-        settings = {name: value for name, value in SETTINGS.items() if name != "max_new_tokens"}
-        if config is GOLDConfig:
-            settings |= {"use_uld_loss": True, "teacher_tokenizer_name_or_path": str(tmp_path / "teacher")}
-        settings = {name: value for name, value in (settings | options).items() if value is not None}
-        return trainer(
-            model=model("llama", len(student), 0),
-            **{"teacher_model": model("qwen2", len(teacher), 1, hidden_size=96), "train_dataset": rows()} | given,
-            args=config(output_dir=str(tmp_path / "run"), **settings),
-            processing_class=student,
-        )
-
-    return make
+    return functools.partial(make_gold, tmp_path)
 
 
 SAME = {
@@ -109,6 +114,47 @@ def test_a_run_in_16_bits_is_near_the_same(gold):
     narrow = gold(bf16=True)
     narrow.train()
     torch.testing.assert_close(losses(narrow), losses(plain), rtol=0.05, atol=0.0)
+
+
+def test_a_teacher_by_name_brings_its_tokenizer(gold, tmp_path):
+    _, teacher = tokenizers()
+    model("qwen2", len(teacher), 1).float().save_pretrained(tmp_path / "teacher")
+    teacher.save_pretrained(tmp_path / "teacher")
+    trainer = gold(
+        teacher_tokenizer_name_or_path=None, arguments={"teacher_model": str(tmp_path / "teacher")}, max_steps=1
+    )
+    trainer.train()
+    assert losses(trainer).isfinite().all()
+
+
+RANKS = {
+    "copies": {},
+    "shards": {"fsdp": True},
+    "written": WRITTEN,
+}
+EACH = {"per_device_train_batch_size": 2, "max_steps": 2}
+
+
+def rank_main(rank: int, folder: str) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, 2):
+        for name, options in RANKS.items():
+            same = {"teacher_tokenizer_name_or_path": str(place / "teacher")}
+            trainer = make_gold(place / name / str(rank), **EACH, **same, **options)
+            trainer.train()
+            if rank == 0:
+                torch.save(losses(trainer), place / f"{name}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_does(tmp_path):
+    tokenizers()[1].save_pretrained(tmp_path / "teacher")
+    run_ranks(rank_main, str(meeting_place(tmp_path)))
+    for name, options in RANKS.items():
+        alone = {option: value for option, value in options.items() if option != "fsdp"}
+        trainer = make_gold(tmp_path / name / "alone", **EACH | {"per_device_train_batch_size": 4}, **alone)
+        trainer.train()
+        torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), losses(trainer), rtol=0, atol=2e-4)
 
 
 def test_without_it_the_loss_is_gkds(gold):
@@ -205,7 +251,7 @@ def test_spans_of_two_tokenizers_stand_for_the_same_text(one, other):
     texts = ["Hello world, this is a text of 12 numbers 345", "the quick brown fox jumps over the lazy dog"]
     ours, theirs = tokenizer_of(one, texts), tokenizer_of(other, [text[::-1] for text in texts] + texts[:1], 90)
     both = TwoTokenizers(ours, theirs, ends=[ours.eos_token_id])
-    prompt, completion = (ours(text, add_special_tokens=False)["input_ids"] for text in ("Hello", "the quick text"))
+    prompt, completion = (cast(Any, ours(text, add_special_tokens=False)["input_ids"]) for text in ("Hello", TEXT))
     read = both.read(prompt, [*completion, ours.eos_token_id])
     assert read.completion[-1] == theirs.eos_token_id
     assert read.prompt[0] == theirs.bos_token_id
@@ -222,7 +268,7 @@ def test_spans_of_two_tokenizers_stand_for_the_same_text(one, other):
 def test_letters_cut_into_bytes_are_aligned():
     ours, theirs = tokenizers()
     both = TwoTokenizers(ours, theirs)
-    completion: list[int] = ours("€ 7", add_special_tokens=False)["input_ids"]
+    completion: Any = ours("€ 7", add_special_tokens=False)["input_ids"]
     read = both.read(ours("a")["input_ids"], completion)
     assert len(completion) >= 4
     assert [*read.spans[-1].ours][-1] == len(completion) - 1

@@ -369,11 +369,13 @@ class FakeRun:
         return StepRows(-(-rows // heaviest.rows), int(size), pinned=device.kind == "cuda")
 
     def _states_of_teacher(self, run: TrainingRun, batch: RaggedBatch) -> int:
-        """The bytes of a teacher's hidden states, where it reads prompts of its own before the step."""
-        if TEACHER_IDS not in (self.dataset.column_names or ()) or not run.objective().taught:
+        """The bytes of a teacher's hidden states, where it reads prompts or tokens of its own before the step."""
+        own_tokens = getattr(run.args, "own_tokens", False)
+        if (not own_tokens and TEACHER_IDS not in (self.dataset.column_names or ())) or not run.objective().taught:
             return 0
         weight = embedding_weight(run.model)
-        return batch.scores * weight.shape[1] * weight.element_size()
+        width = weight.shape[1] if self.teacher is None else self.teacher.config.get_text_config().hidden_size
+        return batch.scores * width * weight.element_size()
 
     def _writers(
         self, runner: StepRunner, trace: StorageTrace, layers: int, reader: ImageReader | None

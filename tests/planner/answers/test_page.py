@@ -155,6 +155,36 @@ def test_in_a_browser_a_command_has_the_lengths_that_were_chosen(tab, written):
     assert "--max_length 2048 " in command(11)
 
 
+@in_a_browser
+def test_in_a_browser_an_address_has_the_choices(tab, written):
+    chosen = "#model=Qwen%2FQwen2.5-0.5B&method=dpo&device=H100-80GB&length=4096&rows=3"
+    tab.open("about:blank", width=800)  # another address of the page it shows would not be loaded anew
+    tab.open(written + chosen, width=800)
+    state = "['model', 'method', 'device', 'rows'].map(id => at(id).value)"
+    assert tab.run(state) == ["Qwen/Qwen2.5-0.5B", "dpo", "H100-80GB", "3"]
+    assert tab.run("at('length_said').textContent") == "4,096"
+    tab.run("at('rows').value = 5; at('rows').dispatchEvent(new Event('input'))")
+    assert tab.run("location.hash") == chosen.replace("rows=3", "rows=5")
+    tab.open("about:blank", width=800)
+    tab.open(written + "#model=none&length=3&rows=x&other=1", width=800)  # what is no choice is left as it was
+    assert tab.run(state) == ["Qwen/Qwen2.5-7B", "sft", "RTX-4090", "8"]
+    assert tab.errors == []
+
+
+@in_a_browser
+def test_in_a_browser_commands_and_the_address_are_copied(tab, written):
+    tab.open(written, width=800)
+    tab.run("window.copied = []; navigator.clipboard.writeText = async text => { copied.push(text) }")
+    names = "[...document.querySelectorAll('button')].map(each => each.getAttribute('aria-label'))"
+    assert tab.run(names)[0] == "Copy link to this answer"
+    assert "Copy the command of LoRA" in tab.run(names)
+    tab.run("for (const each of document.querySelectorAll('button')) each.click()")
+    link, *commands = tab.run("copied")
+    assert link.startswith(written + "#model=Qwen%2FQwen2.5-7B&method=sft&device=RTX-4090&length=1024&rows=8")
+    assert commands == tab.run("[...document.querySelectorAll('#ways code')].map(each => each.textContent.trim())")
+    assert commands
+
+
 @pytest.mark.slow
 @in_a_browser
 def test_in_a_browser_what_does_not_fit_says_so(tab, written):

@@ -61,6 +61,44 @@ function command(settings, length) {
   }
   return code;
 }
+/* A button that copies a text, and says whether it could: where there is no clipboard, the text is marked instead. */
+function copying(name, of, text, marked) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = name;
+  button.setAttribute("aria-label", name + " " + of);
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      button.textContent = "Copied";
+    } catch {
+      if (marked) getSelection().selectAllChildren(marked);
+      button.textContent = marked ? "Marked" : "Copy the address instead";
+    }
+    setTimeout(() => { button.textContent = name; }, 2000);
+  });
+  return button;
+}
+/* The choices stand in the address behind #, so that a link to it is a link to the answer. */
+const CHOICES = ["model", "method", "device", "length", "rows"];
+const tokensAt = step => String(Math.round(2 ** step));
+function choose() {
+  const said = new URLSearchParams(location.hash.slice(1));
+  for (const id of CHOICES.filter(each => said.has(each))) {
+    const control = at(id), value = said.get(id);
+    if (id === "length") {
+      for (let step = Number(control.min); step <= Number(control.max); step += Number(control.step))
+        if (tokensAt(step) === value) control.value = step;
+    } else if (control.options ? [...control.options].some(each => each.value === value) : /^[0-9]+$/.test(value)) {
+      control.value = value;
+    }
+  }
+  update();
+}
+function keepChoices() {
+  const said = new URLSearchParams(CHOICES.map(id => [id, id === "length" ? tokensAt(at(id).value) : at(id).value]));
+  history.replaceState(null, "", "#" + said);
+}
 function shown(way, found, device, length) {
   const box = document.createElement("div"), title = document.createElement("h3");
   box.className = "way " + (found.fits ? "yes" : "no");
@@ -77,7 +115,8 @@ function shown(way, found, device, length) {
     + (found.speed ? "Some " + count(found.speed) + " tokens/s where rows have 1,024 tokens. " : "");
   box.append(title, bar, more);
   if (found.settings) {
-    box.append(command(found.settings, length));
+    const typed = command(found.settings, length);
+    box.append(typed, copying("Copy", "the command of " + way.name, () => typed.textContent.trim(), typed));
   }
   if (way.changes) {
     const note = document.createElement("p");
@@ -112,5 +151,7 @@ function update() {
   });
   at("devices").replaceChildren(head, ...body);
 }
-for (const id of ["model", "method", "device", "length", "rows"]) at(id).addEventListener("input", update);
-update();
+for (const id of CHOICES) at(id).addEventListener("input", () => { update(); keepChoices(); });
+addEventListener("hashchange", choose);
+at("best_more").after(copying("Copy link", "to this answer", () => { keepChoices(); return location.href; }));
+choose();

@@ -7,12 +7,15 @@ python -m bench.stubs           # part of `make docs`
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 from types import NoneType
+from typing import get_args, get_type_hints
 
 from transformers import TrainingArguments
 
@@ -70,6 +73,8 @@ def stub() -> str:
     parts += ["from typing import Any, Literal, TypedDict, Unpack\n\n"]
     parts += ["from datasets import Dataset, IterableDataset\nfrom peft import PeftConfig\nfrom torch import nn\n"]
     parts += ["from transformers import PreTrainedTokenizerBase, TrainingArguments\n"]
+    parts += ["from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType\n"]
+    parts += ["from transformers.training_args import OptimizerNames\n"]
     parts += ["from transformers.utils.quantization_config import QuantizationConfigMixin\n\n"]
     options = sorted({(each.options.__module__, each.options.__name__) for each in methods})
     imports = [
@@ -148,11 +153,22 @@ def _config(name: str, bases: str, choices: Mapping[str, str]) -> str:
 
 
 def choices_of(config: type) -> dict[str, str]:
-    """By option of lowtide's own whose values are a few words, its type; where a path of one's own may stand among
-    them, any text is right. What `transformers.TrainingArguments` has too may be a member of an enumeration there."""
-    theirs = {each.name for each in fields(TrainingArguments)}
-    there = {name: each for name, each in options_of(config).items() if each.choices and name not in theirs}
-    return {name: _kinds(each) for name, each in there.items() if PATH not in each.choices}
+    """By option whose values are a few words, its type; where a path of one's own may stand among them, any text is
+    right. What `transformers.TrainingArguments` has too may be a member of an enumeration there."""
+    there = {name: each for name, each in options_of(config).items() if each.choices and PATH not in each.choices}
+    return {name: " | ".join([_kinds(each), *enumerations().get(name, ())]) for name, each in there.items()}
+
+
+@functools.cache
+def enumerations() -> dict[str, tuple[str, ...]]:
+    """By option of `TrainingArguments`, the enumerations whose members it takes."""
+    kinds = get_type_hints(TrainingArguments)
+    return {
+        each.name: tuple(
+            kind.__name__ for kind in get_args(kinds[each.name]) if isinstance(kind, type) and issubclass(kind, Enum)
+        )
+        for each in fields(TrainingArguments)
+    }
 
 
 def _kinds(option: Option) -> str:

@@ -15,11 +15,13 @@ from lowtide.run.options.configs import public_name
 from lowtide.trainers.signatures import signature_of
 
 RIGHT = """
+from transformers.training_args import OptimizerNames
 from lowtide import DPOConfig, DPOTrainer, GRPOTrainer, SFTConfig, SFTTrainer
 SFTTrainer("m", None, compute_loss_func=print, callbacks=[], tokenizer=None)
 DPOTrainer("m", None, DPOConfig("out"), train_dataset=None)
 GRPOTrainer("m", [len], None, tools=[len])
 SFTConfig("out", truncation_mode="keep_end", base_weights="stream", loss_type="mine.loss", optim="muon")
+SFTConfig("out", optim=OptimizerNames.ADAMW_TORCH, save_strategy="best", lr_scheduler_type="cosine", ddp_backend=None)
 loss: float = SFTTrainer("m").train().training_loss
 SFTTrainer("m").model.save_pretrained("out")
 """
@@ -34,6 +36,9 @@ GRPOTrainer("m", 3)
 SFTConfig("out", truncation_mode="keep_stat")
 SFTConfig("out", base_weights="streamed")
 SFTConfig("out", lerning_rate=1e-4)
+SFTConfig("out", optim="adamv")
+SFTConfig("out", save_strategy="epochs")
+SFTConfig("out", lr_scheduler_type="cosin")
 SFTTrainer("m").train(resume_from_chekpoint=True)
 print(SFTTrainer("m").train().traning_loss)
 SFTTrainer("m").model.save_pretraned("out")

@@ -21,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 logger = logging.getLogger(__name__)
 
 SPACE = "▁"
+UNKNOWN = "\ufffd"
+"""In the place of a byte that is no part of a letter."""
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 PROBE = "a b c"
 LOOKED_AT = 64
@@ -158,36 +160,50 @@ class TwoTokenizers:
         completion = list(completion)
         ended = bool(completion) and completion[-1] in self.ends
         content = completion[:-1] if ended else completion
-        text = self._text(content)
+        text, lengths = self._text(content)
         theirs: Any = self.teacher(text, add_special_tokens=False)["input_ids"]
-        before: Any = self.teacher(self._text(prompt))["input_ids"]
+        before: Any = self.teacher(self._text(prompt)[0])["input_ids"]
         end = self.teacher.eos_token_id
         if before and before[-1] == end:
             before = before[:-1]
-        spans = self._spans(content, theirs, text)
+        spans = self._spans(lengths, theirs, text)
         if end is not None:
             if ended and not self.without_ends.ours and not self.without_ends.theirs:
                 spans.append(Span(range(len(content), len(content) + 1), range(len(theirs), len(theirs) + 1)))
             theirs = [*theirs, end]
         return Read(list(before), list(theirs), spans)
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def _text(self, ids: Sequence[int]) -> tuple[str, list[int]]:
+        """What the student's tokens say, and how many bytes of it each does."""
         if self.ours is None:
-            return _decoded(self.student, ids)
-        return b"".join(self.ours.of(ids)).decode(errors="replace")
+            return _decoded(self.student, ids), [1] * len(ids)
+        return spoken(self.ours.of(ids))
 
-    def _spans(self, content: Sequence[int], theirs: Sequence[int], text: str) -> list[Span]:
-        if self.ours is None or self.theirs is None:
-            both = range(min(len(content), len(theirs)))
+    def _spans(self, own: Sequence[int], theirs: Sequence[int], text: str) -> list[Span]:
+        if self.theirs is None:
+            both = range(min(len(own), len(theirs)))
             return [Span(range(each, each + 1), range(each, each + 1)) for each in both]
-        own, other = ([len(each) for each in of.of(ids)] for of, ids in ((self.ours, content), (self.theirs, theirs)))
-        said, wanted = b"".join(self.theirs.of(theirs)), text.encode()
+        pieces = self.theirs.of(theirs)
+        other, said, wanted = [len(each) for each in pieces], b"".join(pieces), text.encode()
         if said == b" " + wanted and other:  # which SentencePiece puts before a text
             other[0] -= 1
         elif said != wanted:
             _tell_of_unknown(type(self.teacher).__name__)
             return []
         return aligned(own, other)
+
+
+def spoken(pieces: Sequence[bytes]) -> tuple[str, list[int]]:
+    """The text of bytes that come in pieces, and the bytes of it that are each piece's; a byte that is no part of a
+    letter has a replacement character in its place."""
+    text, sizes = b"".join(pieces).decode(errors="surrogateescape"), []
+    for letter in text:
+        known = not "\udc80" <= letter <= "\udcff"
+        sizes += [1] * len(letter.encode()) if known else [len(UNKNOWN.encode())]
+    ends = [0, *accumulate(sizes)]
+    places = [0, *accumulate(map(len, pieces))]
+    lengths = [ends[stop] - ends[start] for start, stop in pairwise(places)]
+    return "".join(UNKNOWN if "\udc80" <= letter <= "\udcff" else letter for letter in text), lengths
 
 
 def aligned(ours: Sequence[int], theirs: Sequence[int]) -> list[Span]:

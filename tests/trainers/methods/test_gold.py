@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide import GKDConfig, GKDTrainer, GOLDConfig, GOLDTrainer
 from lowtide.data.byte_pairs import learn_tokenizer
-from lowtide.data.two_tokenizers import Span, TwoTokenizers, aligned
+from lowtide.data.two_tokenizers import Span, TwoTokenizers, aligned, spoken
 from tests.support.marks import slow_but
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of
@@ -210,6 +210,11 @@ def test_a_tokenizer_that_does_not_give_text_back_is_refused(gold, tmp_path):
         gold(teacher_tokenizer_name_or_path=str(tmp_path / "wordpiece"))
 
 
+def test_a_budget_below_a_row_is_refused_at_once(gold):
+    with pytest.raises(ValueError, match="tokens are merged into spans of text"):
+        gold(tokens_per_microbatch=40)
+
+
 def test_several_completions_a_row_are_refused(gold):
     tokens = {"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]}
     trainer = gold(arguments={"train_dataset": Dataset.from_list([tokens] * 4)}, max_steps=1)
@@ -263,6 +268,20 @@ def test_spans_of_two_tokenizers_stand_for_the_same_text(one, other):
         assert own.strip() == its.strip()
     covered = [each for span in read.spans for each in span.ours]
     assert covered == [*range(len(completion))]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text", "lengths"),
+    [
+        ([b"a b", b"", b"c"], "a bc", [3, 0, 1]),
+        (["€".encode()[:2], "€".encode()[2:]], "€", [2, 1]),
+        ([b"a\xff", b"b", "€".encode()[:1]], "a\ufffdb\ufffd", [4, 1, 3]),
+        ([], "", []),
+    ],
+)
+def test_bytes_that_are_no_letters_are_replaced_in_place(pieces, text, lengths):
+    assert spoken(pieces) == (text, lengths)
+    assert sum(lengths) == len(text.encode())
 
 
 def test_letters_cut_into_bytes_are_aligned():

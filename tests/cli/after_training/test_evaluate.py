@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lowtide.cli.after_training.evaluation_plot import panels_of, write_picture
 from lowtide.cli.after_training.held_out import check_device, losses, method_of
 from lowtide.cli.endings import UsageError
 from lowtide.cli.main import main
@@ -37,14 +39,42 @@ def plain_loss(talker, pairs) -> float:
 def test_the_loss_of_each_dataset_is_that_of_the_plain_model(talker, data, tmp_path, capsys):
     output = tmp_path / "found.json"
     words = ["evaluate", str(talker), "--data", *data, "--device", "cpu", "--output", str(output)]
-    assert main(words) == 0
+    assert main([*words, "--picture", str(tmp_path / "found.png")]) == 0
     shown = capsys.readouterr().out
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    for wrong, said in {"found.pdf": "ends in .png or .svg", "": "is a folder: name a file"}.items():
+        assert main([*words, "--picture", str(tmp_path / wrong)]) == 2
+        assert said in capsys.readouterr().err
     found = json.loads(output.read_text())
     assert found["method"] == "sft"
     [of_model] = found["data"].values()
     for name, pairs in {"first": SAID, "second": SAID[:1]}.items():
         assert of_model[name]["loss"] == pytest.approx(plain_loss(talker, pairs), rel=1e-5)
         assert f"{of_model[name]['loss']:.4g}" in shown
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_the_picture_has_what_the_tables_have(tmp_path, kind):
+    odd = "a $name$ with_marks"
+    found = {
+        "arc": {odd: {"acc": 0.25, "acc_stderr": 0.05, "acc_norm": 0.5}, "base": {"acc": 0.125, "acc_stderr": 0.04}},
+        "held (sft)": {odd: {"loss": 1.5, "acc": 0.75}, "base": {"loss": 2.5, "acc": 0.625}},
+    }
+    panels = panels_of(found)
+    assert panels["acc"] == {
+        "arc": {odd: (0.25, 0.05), "base": (0.125, 0.04)},
+        "held (sft)": {odd: (0.75, 0.0), "base": (0.625, 0.0)},
+    }
+    assert {*panels} == {"acc", "acc_norm", "loss"}
+    path = tmp_path / f"found.{kind}"
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        write_picture(found, path, "Evaluation of run")
+    if kind == "svg":
+        text = path.read_text()
+        for said in (odd, "base", "acc_norm", "held (sft)", "0.125", "2.5", "Evaluation of run"):
+            assert f">{said}<" in text
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_columns_of_the_run_are_those_of_rows_that_have_them(talker, data, tmp_path):

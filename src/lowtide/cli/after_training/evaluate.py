@@ -19,6 +19,7 @@ from lowtide.compat.argparse import Subparsers
 from lowtide.escaping import shown
 from lowtide.spelling import nearest
 
+PICTURES = (".png", ".svg")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -37,6 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--beside", nargs="+", default=[], metavar="M", help="further models to measure, as the base")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write all results as JSON")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the metrics: a .png or .svg file")
     parser.add_argument("--json", action="store_true", help="print JSON in the place of tables")
     parser.add_argument("--device", metavar="D", help="such as cpu or cuda:1 (default: a GPU where there is one)")
     data = parser.add_argument_group("held-out data")
@@ -73,43 +75,58 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tasks and find_spec("lm_eval") is None:
         raise UsageError("--tasks requires lm-eval, which is not installed: pip install 'lowtide[eval]'")
     _check_output(arguments.output, arguments.data)
+    _check_output(arguments.picture, arguments.data, "--picture")
+    if arguments.picture is not None and arguments.picture.suffix.lower() not in PICTURES:
+        raise UsageError(f"--picture {arguments.picture}: name a file that ends in {' or '.join(PICTURES)}")
     from lowtide.cli.after_training.loaded_run import device_of, folder_of
 
     device_of(arguments.device)
     models = [folder_of(each) for each in (arguments.model, *arguments.beside)]
     found: dict[str, Any] = {}
+    measured: dict[str, dict[str, dict[str, float]]] = {}
     if arguments.data:
         method, file = method_of(models[0], arguments.method)
         options = {"device": arguments.device, "ref_model": arguments.ref_model}
         found["method"] = method
         found["data"] = {each: losses(each, method, file, arguments.data, **options) for each in models}
-        for name in () if arguments.json else found["data"][models[0]]:
-            _show(f"{name} ({method})", {each: of[name] for each, of in found["data"].items()})
+        measured = {
+            f"{name} ({method})": {each: of[name] for each, of in found["data"].items()}
+            for name in found["data"][models[0]]
+        }
     if arguments.tasks:
         found["tasks"] = {each: _tasks(each, arguments) for each in models}
-        for name in () if arguments.json else found["tasks"][models[0]]:
-            _show(name, {each: _numbers(of[name]) for each, of in found["tasks"].items()})
+        measured |= {
+            name: {each: _numbers(of[name]) for each, of in found["tasks"].items()}
+            for name in found["tasks"][models[0]]
+        }
+    for name, numbers in () if arguments.json else measured.items():
+        _show(name, numbers)
     text = json.dumps(found, indent=2, default=str)
     if arguments.output is not None:
         from lowtide.trainers.checkpoints.durable import write_text
 
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(arguments.output, text + "\n")
+    if arguments.picture is not None:
+        from lowtide.cli.after_training.evaluation_plot import write_picture
+
+        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
+        write_picture(measured, arguments.picture, f"Evaluation of {models[0]}")
     if arguments.json:
         print(text)
-    elif arguments.output is not None:
-        print(shown(f"Written: {arguments.output}"))
+    elif arguments.output or arguments.picture:
+        print(shown(f"Written: {', '.join(str(each) for each in (arguments.output, arguments.picture) if each)}"))
     return 0
 
 
-def _check_output(output: Path | None, data: Sequence[str]) -> None:
+def _check_output(output: Path | None, data: Sequence[str], option: str = "--output") -> None:
     """Refuses a file to write that is a folder, or one of those that are measured on."""
     if output is None:
         return
     if output.is_dir():
-        raise UsageError(f"--output {output} is a folder: name a file")
+        raise UsageError(f"{option} {output} is a folder: name a file")
     if output.exists() and any(Path(each).exists() and output.samefile(each) for each in data):
-        raise UsageError(f"--output {output} is a file of --data, whose rows would be lost: name another")
+        raise UsageError(f"{option} {output} is a file of --data, whose rows would be lost: name another")
 
 
 def _tasks(model: str, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def test_what_the_teacher_reads_and_what_counts():
     fractions = {name.split("/")[1]: value for name, value in learned.metrics.items() if "/" in name}
     assert fractions == pytest.approx(
         {
+            "reward_std": (5 / 36 + 25 / 36) ** 0.5 / 5**0.5,
+            "flat_group_fraction": 1 / 2,
             "success_sample_fraction": 2 / 6,
             "feedback_available_fraction": 1 / 6,
             "feedback_used_fraction": 1 / 6,
@@ -137,3 +139,32 @@ def test_what_cannot_work_is_refused(tmp_path):
     ends = prompts(8).map(lambda row: {"prompt": [user("x"), {"role": "assistant", "content": row["prompt"]}]})
     with pytest.raises(ValueError, match="row 0: the teacher's prompt"):
         online(tmp_path, "SDPO", arguments={"train_dataset": ends})
+
+
+def test_windows_that_teach_nothing_are_told_at_the_first_and_every_so_often(tmp_path, caplog):
+    options: dict[str, Any] = {"max_steps": 5, "diagnostics_warning_interval": 2, "max_completion_length": 4}
+    flat: Any = {"reward_funcs": lambda completion_ids, **_: [0.0] * len(completion_ids)}
+    trained(tmp_path / "flat", "SDPO", **options, arguments=flat)
+    for said in ("all completions are rewarded alike", "nothing is distilled: no completion reached"):
+        counts = [each.rsplit("(", 1)[1] for each in caplog.messages if said in each]
+        assert counts == ["1 windows in a row)", "2 windows in a row)", "4 windows in a row)"]
+    caplog.clear()
+    trained(
+        tmp_path / "silent", "SDPO", **options | {"diagnostics_warning_interval": 0, "max_steps": 1}, arguments=flat
+    )
+    assert not [each for each in caplog.messages if "in a row" in each]
+
+
+def test_rewards_within_the_tolerance_are_alike():
+    found = rewarded([0.0, 1e-3, 0.0, 0.5, 0.5, 0.5])
+    wide = Reprompting().learn(found, made(diagnostics_flat_tolerance=1e-2, **TEMPLATES)).metrics
+    narrow = Reprompting().learn(found, made(**TEMPLATES)).metrics
+    assert wide["self_distillation/flat_group_fraction"] > narrow["self_distillation/flat_group_fraction"]
+    assert narrow["self_distillation/reward_std"] == pytest.approx(
+        torch.tensor([0, 1e-3, 0, 0.5, 0.5, 0.5]).std().item()
+    )
+
+
+def test_a_weight_without_effect_is_refused():
+    with pytest.raises(ValueError, match=r"beta=0.1 has no effect in SDPO, nor in TRL"):
+        lowtide.SDPOConfig(output_dir="run", use_cpu=True, beta=0.1)

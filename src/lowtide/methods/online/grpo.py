@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.online.ahead import AheadOptions
-from lowtide.methods.online.learning import ByAdvantage, GroupRewards
+from lowtide.methods.online.clipped import ComparedOptions
+from lowtide.methods.online.learning import ByAdvantage
 from lowtide.methods.online.policy import completion_counts, read_written
 from lowtide.methods.online.rollouts import Prompts
 from lowtide.methods.shared.options import VisionOptions, check_read
 from lowtide.methods.shared.paper import Paper
-from lowtide.objectives.advantages import Advantages, relative_to_group
 from lowtide.objectives.outcome import Counts, Mean, Outcome
 from lowtide.objectives.policy_gradient import (
     LOSSES,
@@ -30,13 +30,11 @@ from lowtide.objectives.policy_gradient import (
     ratios,
     shares,
 )
-from lowtide.objectives.step_rewards import relative_steps, with_steps
 from lowtide.ops.float64 import to_float64
 from lowtide.ops.logits.logit_rows import Want
 from lowtide.option import FINITE, NOT_NEGATIVE, PATH, POSITIVE, SHARE, option
 from lowtide.ranks.world import gathered
 
-SCALES = ("group", "batch", "none")
 READ = (
     *("epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos"),
     *("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg"),
@@ -44,30 +42,11 @@ READ = (
 """Options that only some losses read."""
 
 
-def spelled_scale(given: object) -> str:
-    """How rewards are scaled, of True and False too, as older scripts have them."""
-    spelled = {"True": "group", "False": "none", "true": "group", "false": "none"}
-    return spelled.get(str(given), str(given))
-
-
-def check_scale(given: object) -> None:
-    """Refuses another way to scale rewards than there is.
-
-    Raises:
-        ValueError: naming it.
-    """
-    if given not in SCALES:
-        raise ValueError(f"scale_rewards={given!r} is not one of {', '.join(SCALES)}, True, False")
-
-
 @dataclass(kw_only=True)
-class GRPOOptions(AheadOptions, VisionOptions):
+class GRPOOptions(AheadOptions, VisionOptions, ComparedOptions):
     """The options of group relative policy optimization, under TRL's names and with its defaults."""
 
     beta: float = option(0.0, "Weight of the divergence from the reference; 0 goes without one.", NOT_NEGATIVE)
-    epsilon: float = option(
-        0.2, "How far a ratio may fall below 1, or rise above it, before it is clipped.", NOT_NEGATIVE
-    )
     epsilon_high: float | None = option(
         None, "How far it may rise. None: `epsilon`; the bound itself in cispo.", NOT_NEGATIVE
     )
@@ -82,7 +61,6 @@ class GRPOOptions(AheadOptions, VisionOptions):
     vespo_lambda_pos: float = option(3.0, "Decay of the weight where the advantage is positive.", NOT_NEGATIVE)
     vespo_k_neg: float = option(3.0, "Power of the weight where the advantage is negative.", NOT_NEGATIVE)
     vespo_lambda_neg: float = option(2.0, "Decay of the weight where the advantage is negative.", NOT_NEGATIVE)
-    scale_rewards: str = option("group", "Divide by the deviation of the group, of the batch, or not at all.")
     multi_objective_aggregation: str = option(
         "sum_then_normalize",
         "Add up the rewards of several functions before they are normalized, or after.",
@@ -121,11 +99,6 @@ class GRPOOptions(AheadOptions, VisionOptions):
     log_completions_hub_repo: str | None = option(None, "Hub dataset that completions are pushed to.")
 
     @property
-    def upper(self) -> float:
-        """How far a ratio may rise."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
-
-    @property
     def rewards_entropy(self) -> bool:
         return self.use_adaptive_entropy or self.entropy_coef != 0.0
 
@@ -141,17 +114,13 @@ class GRPOOptions(AheadOptions, VisionOptions):
             "completion length, since that loss sums over tokens: the paper (arXiv 2507.18071) is loss_type='grpo'",
         ]
 
-    def respell(self) -> None:
-        """True and False for how rewards are scaled, as older scripts have them."""
-        self.scale_rewards = spelled_scale(self.scale_rewards)
-
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
 
         Raises:
             ValueError: an option has no such value, or two options exclude each other.
         """
-        check_scale(self.scale_rewards)
+        self.check_scale()
         self.check_rollouts()
         if self.num_generations < 2:
             raise ValueError(
@@ -200,17 +169,9 @@ class GRPOOptions(AheadOptions, VisionOptions):
                 "'token_mask'"
             )
 
-    def advantages(self, group: GroupRewards) -> Advantages:
-        """By how much each completion is better than the others of its prompt."""
-        scale, groups = str(self.scale_rewards), len(group.rewards) // group.size
-        found = relative_to_group(
-            group.outcomes, group.weights, group.size, scale=scale, aggregation=self.multi_objective_aggregation
-        )
-        if not len(group.steps):
-            return found
-        return with_steps(
-            found, group.steps, relative_steps(group.steps, group.weights, group.size, groups, scale=scale)
-        )
+    @property
+    def aggregation(self) -> str:
+        return self.multi_objective_aggregation
 
 
 class EntropyControl:

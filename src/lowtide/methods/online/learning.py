@@ -182,6 +182,11 @@ class Learning(ABC):
         arguments that makes it, by itself on each rank; None where it does not. All ranks call this, before `learn`."""
         return None
 
+    def degenerate(self, metrics: Mapping[str, float], options: Any) -> dict[str, str]:
+        """By a name of each, why nothing is to be learned from a window with such metrics; by default nothing is said.
+        Options of a method that says so have `diagnostics_warning_interval`."""
+        return {}
+
     @abstractmethod
     def learn(self, rewarded: Rewarded, options: Any) -> Learned:
         """What is learned from the completions of all ranks; called by all ranks together."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -18,12 +18,14 @@ from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Learned, 
 from lowtide.methods.online.rollouts import Prompts, RewardedOptions
 from lowtide.methods.online.self_taught import SelfTeacherOptions, check_template, token_weights
 from lowtide.methods.shared.rows import Preparation, Prepared
-from lowtide.objectives.advantages import weighted
-from lowtide.option import COUNT, FINITE, SHARE, option
+from lowtide.objectives.advantages import deviation, weighted
+from lowtide.option import COUNT, FINITE, NOT_NEGATIVE, SHARE, option
 from lowtide.ragged import WEIGHT
 
 logger = logging.getLogger(__name__)
 
+OF = "self_distillation"
+"""What metrics begin with."""
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
@@ -58,6 +60,17 @@ class RepromptOptions(SelfTeacherOptions, RewardedOptions):
     )
     remove_thinking_from_demonstration: bool = option(
         False, "Leave out what a completion that succeeded has between <think> and </think>."
+    )
+
+    diagnostics_warning_interval: int = option(
+        10,
+        "Windows in a row from which nothing is to be learned between two warnings of it, after the first. 0: none.",
+        NOT_NEGATIVE,
+    )
+    diagnostics_flat_tolerance: float = option(
+        1e-8,
+        "Rewards that deviate by no more are alike in these warnings; likewise shares of completions.",
+        NOT_NEGATIVE,
     )
 
     def most_told(self, tokens: int) -> int:
@@ -119,6 +132,14 @@ class Told:
     feedback: str | None
 
 
+def spread_of(group: GroupRewards, reported: int | None, tolerance: float) -> dict[str, float]:
+    """How much rewards deviate, and the share of prompts whose completions are rewarded alike."""
+    total = weighted(group.rewards, group.weights)[: None if reported is None else reported // group.size * group.size]
+    flat = deviation(total.view(-1, group.size)) <= tolerance
+    whole = deviation(total[None]).item()
+    return {f"{OF}/reward_std": whole, f"{OF}/flat_group_fraction": flat.double().mean().item()}
+
+
 def told(rewarded: Rewarded, options: RepromptOptions) -> list[Told]:
     """Of each completion of this rank."""
     shown = demonstrations(rewarded.group, options)[rewarded.own]
@@ -175,8 +196,28 @@ class Reprompting(ByAdvantage):
 
         return made
 
+    def degenerate(self, metrics: Mapping[str, float], options: RepromptOptions) -> dict[str, str]:
+        if not options.diagnostics_warning_interval:
+            return {}
+        tolerance, known = options.diagnostics_flat_tolerance, {**metrics}
+        found = {}
+        if known[f"{OF}/reward_std"] <= tolerance and known[f"{OF}/flat_group_fraction"] >= 1 - tolerance:
+            found["flat"] = "all completions are rewarded alike, so that advantages are 0: look at what rewards them"
+        if options.compares and known[f"{OF}/reprompt_sample_fraction"] <= tolerance:
+            found["untold"] = (
+                "nothing is distilled: no completion reached success_reward_threshold="
+                f"{options.success_reward_threshold:g} that the teacher could be shown, and there is no feedback"
+            )
+        elif options.compares and known[f"{OF}/success_group_fraction"] <= tolerance:
+            found["failed"] = (
+                f"no completion reached success_reward_threshold={options.success_reward_threshold:g}: the teacher is "
+                "told feedback alone"
+            )
+        return found
+
     def learn(self, rewarded: Rewarded, options: RepromptOptions) -> Learned:
         found, size = super().learn(rewarded, options), rewarded.group.size
+        found.metrics.update(spread_of(rewarded.group, rewarded.reported, options.diagnostics_flat_tolerance))
         if not options.compares:
             return found
         each, lengths, own = told(rewarded, options), rewarded.lengths, rewarded.own_reported
@@ -191,9 +232,9 @@ class Reprompting(ByAdvantage):
         )
         count, *sums = rewarded.summed(own, *(sum(of[:own]) for of in flags))
         names = ("success_sample", "feedback_available", "feedback_used", "reprompt_sample")
-        metrics = {f"self_distillation/{name}_fraction": n / max(count, 1) for name, n in zip(names, sums, strict=True)}
+        metrics = {f"{OF}/{name}_fraction": n / max(count, 1) for name, n in zip(names, sums, strict=True)}
         groups = succeeded(rewarded.group, options)[: None if rewarded.reported is None else rewarded.reported // size]
-        metrics["self_distillation/success_group_fraction"] = sum(map(any, groups)) / max(len(groups), 1)
+        metrics[f"{OF}/success_group_fraction"] = sum(map(any, groups)) / max(len(groups), 1)
         return replace(
             found,
             score_values={**found.score_values, WEIGHT: torch.cat([torch.zeros(0), *weights])},

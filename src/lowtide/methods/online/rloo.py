@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.data.batches.values import OLD, REFERENCE
 from lowtide.methods.method import Method, RowObjective
+from lowtide.methods.online.clipped import ClippedOptions
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Learned, Rewarded
 from lowtide.methods.online.policy import completion_counts, read_written
 from lowtide.methods.online.rollouts import Prompts, ReferredOptions
@@ -28,25 +29,16 @@ from lowtide.option import COUNT, NOT_NEGATIVE, option
 
 
 @dataclass(kw_only=True)
-class RLOOOptions(ReferredOptions, VisionOptions):
+class RLOOOptions(ReferredOptions, VisionOptions, ClippedOptions):
     """The options of REINFORCE leave-one-out, under TRL's names and with its defaults."""
 
     num_generations: int = option(2, "Completions of a prompt.", COUNT)
     beta: float = option(
         0.05, "Weight of the divergence from the reference in the reward; 0 goes without one.", NOT_NEGATIVE
     )
-    epsilon: float = option(
-        0.2, "How far a ratio may fall below 1, or rise above it, before it is clipped.", NOT_NEGATIVE
-    )
-    epsilon_high: float | None = option(None, "How far it may rise. None: `epsilon`.", NOT_NEGATIVE)
     normalize_advantages: bool = option(False, "Bring the advantages of a batch to a mean of 0 and a deviation of 1.")
     reward_clip_range: list[float] | None = option(None, "The least and the most of a reward.")
     vllm_importance_sampling_correction: bool = option(False, "Not in RLOO: ratios are of what the policy itself says.")
-
-    @property
-    def upper(self) -> float:
-        """How far a ratio may rise."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.

@@ -9,9 +9,7 @@ micro-batches: `bnpo` and `dapo` divide by the tokens of the step, in TRL by tho
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -19,14 +17,11 @@ from torch import Tensor
 
 from lowtide.engine.heads.head import Stats
 from lowtide.methods.method import Method, RowObjective, TokenObjective
-from lowtide.methods.online.grpo import check_scale, spelled_scale
-from lowtide.methods.online.learning import GroupRewards
+from lowtide.methods.online.clipped import ComparedOptions
 from lowtide.methods.online.policy import Sampled, completion_counts, read_sampled, read_written
 from lowtide.methods.online.reprompting import RepromptedRows, Reprompting, RepromptOptions
-from lowtide.methods.online.rollouts import RewardedOptions
 from lowtide.methods.online.self_taught import MODES, compared_objective, sampled_losses
 from lowtide.methods.shared.paper import Paper
-from lowtide.objectives.advantages import Advantages, relative_to_group
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.policy_gradient import Scale, Written, clipped, ratios, shares
 from lowtide.ops.float64 import to_float64
@@ -36,19 +31,11 @@ from lowtide.ragged import RaggedBatch
 
 OF_POLICY = {"grpo": Scale.COMPLETION, "bnpo": Scale.STEP, "dapo": Scale.STEP, "dr_grpo": Scale.LONGEST}
 """By `loss_type`, what the policy's loss is divided by."""
-LOGGED = "`self_distillation/reprompt_sample_fraction` and `frac_reward_zero_std` are logged of every window"
 
 
 @dataclass(kw_only=True)
-class SDPOOptions(RepromptOptions):
+class SDPOOptions(RepromptOptions, ComparedOptions):
     """The options of self-distillation policy optimization, under TRL's names and with its defaults."""
-
-    without_effect: ClassVar[Mapping[str, str]] = {
-        **RewardedOptions.without_effect,
-        "beta": "neither here nor in TRL is there a reference beside the teacher",
-        "diagnostics_warning_interval": LOGGED,
-        "diagnostics_flat_tolerance": LOGGED,
-    }
 
     distillation_alpha: float = option(
         1.0,
@@ -68,23 +55,11 @@ class SDPOOptions(RepromptOptions):
         choices=["base", "live", "ema"],
     )
     # the policy's loss
-    scale_rewards: str = option("group", "Divide by the deviation of the group, of the batch, or not at all.")
     loss_type: str = option("dapo", "What the policy's loss is divided by.", choices=[*OF_POLICY])
     importance_sampling_level: str = option(
         "token", "Ratios of tokens, or of whole completions (GSPO).", choices=["token", "sequence"]
     )
-    epsilon: float = option(
-        0.2, "How far a ratio may fall below 1, or rise above it, before it is clipped.", NOT_NEGATIVE
-    )
-    epsilon_high: float | None = option(None, "How far it may rise. None: `epsilon`.", NOT_NEGATIVE)
-    beta: float = option(0.0, "Without effect.", NOT_NEGATIVE)
-    diagnostics_warning_interval: int = option(10, "Without effect.", NOT_NEGATIVE)
-    diagnostics_flat_tolerance: float = option(1e-8, "Without effect.", NOT_NEGATIVE)
-
-    @property
-    def upper(self) -> float:
-        """How far a ratio may rise."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+    beta: float = option(0.0, "Not in SDPO, which has no reference beside the teacher.", NOT_NEGATIVE)
 
     @property
     def delta(self) -> None:
@@ -103,17 +78,18 @@ class SDPOOptions(RepromptOptions):
             "include_environment_feedback=False no feedback: nothing is distilled",
         ]
 
-    def respell(self) -> None:
-        """True and False for how rewards are scaled, as older scripts have them."""
-        self.scale_rewards = spelled_scale(self.scale_rewards)
-
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
 
         Raises:
             ValueError: an option has no such value, or two options exclude each other.
         """
-        check_scale(self.scale_rewards)
+        self.check_scale()
+        if self.beta:
+            raise ValueError(
+                f"beta={self.beta:g} has no effect in SDPO, nor in TRL: there is no reference beside the teacher. "
+                "Leave it out, or take GRPO for a divergence from a reference"
+            )
         self.check_self_teaching()
         self.check_reprompts()
         if 0 < self.distillation_weight < 1 and self.distillation_mode != "sampled_token":
@@ -122,10 +98,6 @@ class SDPOOptions(RepromptOptions):
                 f"and distillation_mode={self.distillation_mode!r} compares distributions: set distillation_weight=1, "
                 "or distillation_mode='sampled_token' and distillation_alpha=1"
             )
-
-    def advantages(self, group: GroupRewards) -> Advantages:
-        """By how much each completion is better than the others of its prompt."""
-        return relative_to_group(group.rewards, group.weights, group.size, scale=str(self.scale_rewards))
 
 
 # -- the losses --------------------------------------------------------------------------------------------------------

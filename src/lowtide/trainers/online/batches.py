@@ -47,6 +47,8 @@ class WrittenBatches(RowBatches):
         """The optimizer steps that the weights had taken which windows are written by, ahead of training."""
         self._publishing = 0.0
         """Seconds that the last copy of the weights took."""
+        self._degenerate: dict[str, int] = {}
+        """Of each reason why nothing is to be learned, for how many windows in a row it has held."""
         self._evaluating: Totals | None = None
         self._evaluated: list[Figures] = []
         self._eval_rows, self._eval_completions = 0, 0
@@ -116,7 +118,17 @@ class WrittenBatches(RowBatches):
         made = trainer.maker.finish(own, rows, group=args.num_generations, state=state)
         if trainer.replay is not None:
             trainer.replay.take_in(made)
+        self._warn_of_degenerate(made.metrics)
         return self._logged(made)
+
+    def _warn_of_degenerate(self, metrics: Mapping[str, float]) -> None:
+        """Says of windows in a row from which nothing is to be learned, at the first and then now and again."""
+        found = self.trainer.learning.degenerate(metrics, self.trainer.options)
+        self._degenerate = {name: self._degenerate.get(name, 0) + 1 for name in found}
+        for name, why in found.items():
+            count = self._degenerate[name]
+            if count == 1 or count % self.trainer.options.diagnostics_warning_interval == 0:
+                logger.warning(f"{why} ({count} windows in a row)")
 
     def _ask(self, place: Place, rows: Sequence[Mapping[str, Any]]) -> None:
         """Has a window written by the weights as they are now: in the thread, or where it is taken."""

@@ -21,7 +21,7 @@ ALIKE = ("method", "online.learning", "online.policy", "online.rollouts")
 """Of `lowtide.methods`, the modules beside `shared` that are of no single method."""
 NAMED = {
     "__init__.py": "the public names, which are listed once",
-    "cli/check.py": "which columns suggest which methods",
+    "cli/training/first_rows.py": "which columns suggest which methods",
     "planner/answers/elsewhere.py": "commands and settings of other libraries",
     "planner/answers/given_settings.py": "settings of other libraries",
     "planner/answers/page.py": "the method that the page begins with",

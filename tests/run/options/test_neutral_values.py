@@ -12,8 +12,8 @@ import lowtide
 from lowtide.cli.training.run_file import read_run_file
 from lowtide.option_values import options_of
 
-OF_DATA = {"DatasetConfig", "DatasetMixtureConfig", "ModelConfig"}
-CONFIGS = sorted(name for name in lowtide.__all__ if name.endswith("Config") and name not in OF_DATA)
+OF_OTHERS = {"DatasetConfig", "DatasetMixtureConfig", "MergeConfig", "ModelConfig"}
+CONFIGS = sorted(name for name in lowtide.__all__ if name.endswith("Config") and name not in OF_OTHERS)
 BASE: dict[str, Any] = {"output_dir": "run", "use_cpu": True, "report_to": "none"}
 OFF: dict[str, Any] = {
     **{"fsdp": "", "deepspeed": None, "use_liger_kernel": False, "router_aux_loss_coef": 0.0, "sync_ref_model": False},

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,10 @@ class Common(NamedTuple):
     weights: tuple[float, float] | None = None
     """Of these tokens, and of all others; None: the share of the teacher's vocabulary that is common, and the rest."""
 
+    def columns(self, ours: int, theirs: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The tokens of each vocabulary that both have, and all others, of vocabularies of so many rows."""
+        return self.ours, self.theirs, _without(ours, self.ours), _without(theirs, self.theirs)
+
 
 @dataclass(frozen=True)
 class Across:
@@ -50,6 +54,10 @@ class Across:
     """None: all tokens by their probabilities in falling order."""
     temperature: float = 1.0
     """Divisor of the teacher's logits."""
+    _columns: dict[tuple[torch.device, int, int], tuple[Tensor, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """The columns of `common`, and all others, of each by device and sizes: looked up once, not with every block."""
 
     def distances(
         self, log_q: Float[Tensor, "rows ours"], log_p: Float[Tensor, "rows theirs"]
@@ -57,11 +65,14 @@ class Across:
         """How far a student's log-probabilities are from a teacher's, with gradients."""
         if self.common is None:
             return sorted_distances(log_q, log_p)
-        ours, theirs = (each.to(log_q.device) for each in self.common[:2])
+        key = log_q.device, log_q.shape[1], log_p.shape[1]
+        if key not in self._columns:
+            self._columns[key] = tuple(each.to(log_q.device) for each in self.common.columns(*key[1:]))
+        ours, theirs, our_others, their_others = self._columns[key]
         q, p = (each.clamp(min=LEAST) for each in (log_q.index_select(1, ours), log_p.index_select(1, theirs)))
         share = len(theirs) / max(log_p.shape[1], 1)
         of_common, of_others = self.common.weights or (share, 1 - share)
-        others = sorted_distances(_without(log_q, ours), _without(log_p, theirs))
+        others = sorted_distances(log_q.index_select(1, our_others), log_p.index_select(1, their_others))
         return of_common * divergence(q, p, self.common.beta) + of_others * others
 
 
@@ -85,11 +96,11 @@ def sorted_distances(log_q: Float[Tensor, "rows ours"], log_p: Float[Tensor, "ro
     return (F.pad(q, (0, most - q.shape[1])) - F.pad(p, (0, most - p.shape[1]))).abs().sum(-1)
 
 
-def _without(values: Tensor, columns: Tensor) -> Tensor:
-    """The other columns."""
-    kept = torch.ones(values.shape[1], dtype=torch.bool, device=values.device)
-    kept[columns] = False
-    return values[:, kept]
+def _without(count: int, some: Tensor) -> Tensor:
+    """Numbers below `count` that are not among some."""
+    kept = torch.ones(count, dtype=torch.bool)
+    kept[some] = False
+    return torch.nonzero(kept).flatten()
 
 
 class Spans(NamedTuple):

@@ -10,6 +10,8 @@ import argparse
 import functools
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
@@ -103,7 +105,13 @@ def stub() -> str:
     first = {way: method for method, way in reversed([*zip(methods, ways, strict=True)])}
     parts += [_way(first[way], way[-1]) for way in dict.fromkeys(ways)]
     parts += [_classes(method, f"_As{public_name(first[way])}") for method, way in zip(methods, ways, strict=True)]
-    return "".join(parts)
+    return laid_out("".join(parts))
+
+
+def laid_out(text: str) -> str:
+    """A stub's text in lines that fit, as ruff breaks them."""
+    words = [sys.executable, "-m", "ruff", "format", "--stdin-filename", str(STUB), "-"]
+    return subprocess.run(words, input=text, capture_output=True, text=True, check=True).stdout
 
 
 def positional(method: Method) -> list[str]:

@@ -52,8 +52,75 @@ def trainer_class(method: Method) -> type[MethodTrainer]: ...
 
 @dataclass(kw_only=True)
 class _Config(TrainingConfig):
-    lr_scheduler_type: Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"] | SchedulerType = ...
-    optim: Literal["adamw_compressed", "adamw_stochastic", "adamw_stochastic_8bit", "adamw_flash", "muon", "adamw_lora_fa", "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adafactor", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "sgd", "adagrad", "adamw_bnb_8bit", "adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo", "grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw", "apollo_adamw_layerwise", "stable_adamw"] | OptimizerNames = ...
+    lr_scheduler_type: (
+        Literal[
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+            "inverse_sqrt",
+            "reduce_lr_on_plateau",
+            "cosine_with_min_lr",
+            "cosine_warmup_with_min_lr",
+            "warmup_stable_decay",
+            "greedy",
+        ]
+        | SchedulerType
+    ) = ...
+    optim: (
+        Literal[
+            "adamw_compressed",
+            "adamw_stochastic",
+            "adamw_stochastic_8bit",
+            "adamw_flash",
+            "muon",
+            "adamw_lora_fa",
+            "adamw_torch",
+            "adamw_torch_fused",
+            "adamw_torch_xla",
+            "adamw_torch_npu_fused",
+            "adafactor",
+            "adamw_anyprecision",
+            "adamw_torch_4bit",
+            "adamw_torch_8bit",
+            "ademamix",
+            "sgd",
+            "adagrad",
+            "adamw_bnb_8bit",
+            "adamw_8bit",
+            "ademamix_8bit",
+            "lion_8bit",
+            "lion_32bit",
+            "paged_adamw_32bit",
+            "paged_adamw_8bit",
+            "paged_ademamix_32bit",
+            "paged_ademamix_8bit",
+            "paged_lion_32bit",
+            "paged_lion_8bit",
+            "rmsprop",
+            "rmsprop_bnb",
+            "rmsprop_bnb_8bit",
+            "rmsprop_bnb_32bit",
+            "galore_adamw",
+            "galore_adamw_8bit",
+            "galore_adafactor",
+            "galore_adamw_layerwise",
+            "galore_adamw_8bit_layerwise",
+            "galore_adafactor_layerwise",
+            "lomo",
+            "adalomo",
+            "grokadamw",
+            "schedule_free_radam",
+            "schedule_free_adamw",
+            "schedule_free_sgd",
+            "apollo_adamw",
+            "apollo_adamw_layerwise",
+            "stable_adamw",
+        ]
+        | OptimizerNames
+    ) = ...
     logging_strategy: Literal["no", "steps", "epoch"] | IntervalStrategy = ...
     log_level: Literal["detail", "debug", "info", "warning", "error", "critical", "passive"] = ...
     log_level_replica: Literal["detail", "debug", "info", "warning", "error", "critical", "passive"] = ...
@@ -229,7 +296,23 @@ class SFTTrainer(_AsSFT): ...
 
 @dataclass(kw_only=True)
 class PretrainConfig(PretrainOptions, _Config):
-    lr_scheduler_type: Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt", "reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"] | SchedulerType = ...
+    lr_scheduler_type: (
+        Literal[
+            "linear",
+            "cosine",
+            "cosine_with_restarts",
+            "polynomial",
+            "constant",
+            "constant_with_warmup",
+            "inverse_sqrt",
+            "reduce_lr_on_plateau",
+            "cosine_with_min_lr",
+            "cosine_warmup_with_min_lr",
+            "warmup_stable_decay",
+            "greedy",
+        ]
+        | SchedulerType
+    ) = ...
     packing_strategy: Literal["wrapped", "bfd_split", "bfd"] = ...
 
 class PretrainTrainer(_AsPretrain): ...

@@ -255,6 +255,9 @@ NUMBER_READ = aten._local_scalar_dense.default
 """A number that is read off a tensor (`item`)."""
 GROUPED_PRODUCT = aten._grouped_mm.default
 """Products of groups of tokens with their experts' weights; torch's table of floating-point operations lacks it."""
+scaled_product = aten._scaled_mm
+"""The product of factors in 8 bits with scales of rows; that under a public name is not in torch's table of
+floating-point operations."""
 FLASH_ATTENTION = aten._scaled_dot_product_flash_attention
 EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention
 OPEN_ATTENTION = aten._scaled_dot_product_attention_math

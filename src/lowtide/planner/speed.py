@@ -8,7 +8,7 @@ the constants below, and some of it is assumed; the numbers are for comparing se
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from lowtide.compat.torch import (
     packet_of,
     storage_id,
 )
+from lowtide.ops.layers.float8 import FORMAT
 from lowtide.planner.devices import Device
 
 PRODUCT_EFFICIENCY = 0.7
@@ -44,6 +45,9 @@ tenth (CPU seconds of `bench.layer_cost --host`)."""
 
 DTYPES = {getattr(torch, name): name for name in ("float32", "bfloat16", "float16")}
 """Those that devices have rates for; the others run at that of float32."""
+
+EIGHT_BITS = 2
+"""Products in 8 bits a second for each in 16 that data sheets promise (Ada, Hopper, Blackwell)."""
 
 aten = torch.ops.aten
 
@@ -154,13 +158,20 @@ class OperationCosts:
         busy = 0.0
         for each, count in found.items():
             share = ATTENTION_EFFICIENCY if each.attention else product
-            rate = rates.flops.get(DTYPES.get(each.dtype, ""), rates.flops["float32"]) * share
+            rate = _rate(rates.flops, each.dtype) * share
             busy += count * max(each.flops / rate, each.bytes / (rates.memory_bandwidth * bandwidth))
         busy += started * KERNEL_SECONDS[device.kind]
         dispatched = (started + VIEW_SHARE * views) * rates.dispatch
         computed = busy + dispatched if device.kind == "cpu" else max(busy, dispatched)
         waited = self.sent_bytes / (rates.interconnect * (1.0 if rates.measured else LINK_EFFICIENCY))
         return max(computed + waited, self.host_bytes / rates.host_link)
+
+
+def _rate(flops: Mapping[str, float], dtype: torch.dtype) -> float:
+    """Floating-point operations a second of products in a dtype."""
+    if dtype == FORMAT:
+        return EIGHT_BITS * flops["bfloat16"]
+    return flops.get(DTYPES.get(dtype, ""), flops["float32"])
 
 
 # -- one operation ------------------------------------------------------------------------------------------------

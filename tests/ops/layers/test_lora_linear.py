@@ -1,11 +1,14 @@
 """Linear layers with adapters, forward and backward, against PEFT's own modules and autograd."""
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from lowtide.compat.peft import plain_lora
+from lowtide.ops.layers.float8 import in_rows, linear
 from lowtide.ops.layers.lora_linear import Adapter, Projection, Projections
 
 SIZES = {"one": 10, "two": 6, "three": 14}
@@ -108,3 +111,41 @@ def test_a_weight_that_is_made_for_each_use_is_kept_only_where_it_is_used_again(
         torch.testing.assert_close(layers.product(x, 0), x @ torch.ones(4, 3))
         layers.input_gradient([torch.randn(5, 3)])
         assert made == [torch.float32] * times
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_products_in_8_bits(bias):
+    torch.manual_seed(0)
+    outputs, inputs = (48, 16, 32), 64
+    weights = [in_rows(torch.randn(each, inputs)) for each in outputs]
+    added = [torch.randn(each).bfloat16() * bias for each in outputs]
+    biases = [each if bias else None for each in added]
+    adapter = Adapter(torch.randn(4, inputs).bfloat16(), torch.randn(16, 4).bfloat16(), 0.5)
+    parts = [
+        Projection(
+            weight.codes, one, adapter if number == 1 else None, weight.dense, partial(lambda kept: kept, weight)
+        )
+        for number, (weight, one) in enumerate(zip(weights, biases, strict=True))
+    ]
+    x, grads = torch.randn(9, inputs).bfloat16(), [torch.randn(9, each).bfloat16() for each in outputs]
+    layers = Projections(parts, torch.bfloat16)
+    layers.reduce(x)
+    found = [layers.product(x, number) for number in range(3)]
+    onto = layers.product(x, 1, onto=grads[1], factor=0.5)
+    of_others = layers.product(2 * x, 0)
+    back = layers.input_gradient(grads)
+    for number, weight in enumerate(weights):
+        expected = linear(x, weight).double() + added[number]
+        if number == 1:
+            expected += 0.5 * (x.double() @ adapter.first.double().t()) @ adapter.second.double().t()
+            assert far(onto, grads[1].double() + 0.5 * expected) < 8e-3
+        assert far(found[number], expected) < 8e-3
+    assert far(of_others, linear(2 * x, weights[0]).double() + added[0]) < 8e-3
+    exact = sum(grad.double() @ weight.dense(torch.float64) for grad, weight in zip(grads, weights, strict=True))
+    exact += 0.5 * (grads[1].double() @ adapter.second.double()) @ adapter.first.double()
+    assert 0.01 < far(back, exact) < 0.06
+
+
+def far(found, expected) -> float:
+    return float((found.double() - expected).norm() / expected.norm())

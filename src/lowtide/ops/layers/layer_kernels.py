@@ -81,7 +81,7 @@ def rms_norm(
     if uses_kernels(x):
         out, scale = x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, dtype=torch.float32)
         launch("rms_norm", (rows,), (x, norm.weight), (out, scale), width=width, eps=norm.eps, offset=norm.offset,
-               BLOCK=_power(width), num_warps=_warps(width))  # fmt: skip
+               BLOCK=next_power(width), num_warps=warps_of(width))  # fmt: skip
         return out, scale
     wide = torch.promote_types(x.dtype, torch.float32)
     size = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
@@ -129,7 +129,7 @@ def _launch_backward(
     sums = x.new_empty(programs if trained else 0, width, dtype=torch.float32)
     launch("rms_norm_backward", (programs,), (grad, x, scale, norm.weight, x if add is None else add), (out, sums),
            rows=rows, width=width, offset=norm.offset, ADD=add is not None, TRAINED=trained,
-           BLOCK=_power(width), num_warps=_warps(width))  # fmt: skip
+           BLOCK=next_power(width), num_warps=warps_of(width))  # fmt: skip
     return out, sums.sum(0).to(norm.weight.dtype) if trained else None
 
 
@@ -153,7 +153,7 @@ def rotate_(
     if uses_kernels(query):
         tokens, heads, dim = query.shape
         launch("rotate", (tokens,), (cos, sin), (query, key), heads=heads, kv_heads=key.shape[1], dim=dim, BACK=back,
-               HEADS=_power(heads), KV_HEADS=_power(key.shape[1]), HALF=_power(dim // 2))  # fmt: skip
+               HEADS=next_power(heads), KV_HEADS=next_power(key.shape[1]), HALF=next_power(dim // 2))  # fmt: skip
         return
     for x in (query, key):
         _rotate(x, cos[:, None], sin[:, None], back)
@@ -220,10 +220,11 @@ def _blocks(x: Tensor) -> tuple[int]:
     return (-(-x.numel() // BLOCK),)
 
 
-def _power(count: int) -> int:
+def next_power(count: int) -> int:
     """The next power of two."""
     return 1 << (count - 1).bit_length()
 
 
-def _warps(width: int) -> int:
-    return min(max(_power(width) // 512, 1), 16)
+def warps_of(width: int) -> int:
+    """Of a program that has a row of such a width."""
+    return min(max(next_power(width) // 512, 1), 16)

@@ -1,4 +1,5 @@
-"""The Triton kernels of `ops.layers.layer_kernels`: norms, rotary embeddings and gates of a decoder layer.
+"""The Triton kernels of `ops.layers.layer_kernels`: norms, rotary embeddings and gates of a decoder layer; and that of
+`ops.layers.float8`, which puts rows into 8 bits.
 
 Each reads and writes once, in the tensors' own dtypes, and computes in float32. A program of the norms has a row, or
 some rows one after the other where it sums the gradient of the weight; one of the rotary kernel has all heads of a
@@ -150,3 +151,30 @@ def gate_backward(grad, gate, up, count, TANH: tl.constexpr, BLOCK: tl.constexpr
     tl.store(grad + place, (active * other).to(grad.dtype.element_ty), mask=inside)
     tl.store(gate + place, (slope * other * steep).to(gate.dtype.element_ty), mask=inside)
     tl.store(up + place, (slope * active).to(up.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+@no_type_check
+def _to_e4m3(value):
+    """The nearest number of e4m3, of two as near the even one, in float32: a cast of it is exact, and the same on all
+    cards and in Triton's interpreter. Below 2**-6 the numbers are 2**-9 apart; above, 3 bits follow the leading one."""
+    bits = value.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+    small = (value + 24576.0) - 24576.0  # 1.5 * 2**14, whose neighbours are 2**-9 apart
+    return tl.where(tl.abs(value) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+@no_type_check
+def in_rows(x, factors, codes, scales, width, FACTORS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if FACTORS:
+        value *= tl.load(factors + column, mask=inside, other=0.0)
+    least = tl.max(tl.abs(value)) / 448  # the largest number of e4m3
+    power = (least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000  # the next power of two
+    scale = tl.where(least == 0, 1.0, power.to(tl.float32, bitcast=True))
+    tl.store(codes + row * width + column, _to_e4m3(value / scale).to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)

@@ -22,6 +22,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.compat.torch import copy_each
+from lowtide.ops.layers import float8
+from lowtide.ops.layers.float8 import RowScaled, in_rows
 
 
 class Adapter(NamedTuple):
@@ -44,6 +46,8 @@ class Projection(NamedTuple):
     adapter: Adapter | None = None
     dense: Callable[[torch.dtype], Tensor] | None = None
     """Makes a quantized weight whole, in a dtype, [outputs, inputs]; None: the weight is whole."""
+    float8: Callable[[], RowScaled] | None = None
+    """Gives the weight in 8 bits, where products are taken in these; None where they are not."""
 
     def trained(self) -> list[Tensor]:
         """The parameters that a gradient is wanted of."""
@@ -111,7 +115,8 @@ class Projections:
         self.found: dict[int, Tensor] = {}
         self.drops = self.layers.drops
         self._copies: _Copies | None = None
-        self._weights: dict[int, Tensor] = {}
+        self._weights: dict[int, Any] = {}
+        self._rows: tuple[Tensor, RowScaled] | None = None
         self._reduced: Sequence[Tensor] = ()
         self._dropped: list[tuple[Tensor, Tensor]] = []
         self._slopes: Tensor | None = None
@@ -144,6 +149,8 @@ class Projections:
             factor: multiplies what is added to it.
         """
         part, weight = self.parts[number], self._weight(number)
+        if isinstance(weight, RowScaled):
+            return self._in_float8(x, number, weight, onto, factor)
         start = onto
         if part.bias is not None:
             bias = _in(part.bias, self.dtype)
@@ -158,6 +165,21 @@ class Projections:
         else:
             out = torch.addmm(start, reduced, second.t(), alpha=scale)
         return out.addmm_(x, weight.t(), alpha=factor)
+
+    def _in_float8(
+        self, x: Tensor, number: int, weight: RowScaled, onto: Tensor | None, factor: float
+    ) -> Float[Tensor, "tokens outputs"]:
+        """As `product`, whose input is put into 8 bits once for all layers. Such a product adds to nothing."""
+        part = self.parts[number]
+        rows = self._rows[1] if self._rows is not None and self._rows[0] is x else in_rows(x)
+        self._rows = None if number == len(self.parts) - 1 else (x, rows)
+        out = float8.product(rows, weight, self.dtype)
+        if part.adapter is not None:
+            place = self.layers.places[number]
+            out.addmm_(self._reduced[place], self._adapters().second[place].t(), alpha=part.adapter.scale)
+        if part.bias is not None:
+            out.add_(_in(part.bias, self.dtype))
+        return out if onto is None else torch.add(onto, out, alpha=factor, out=out)
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -175,7 +197,11 @@ class Projections:
                     found = part if found is None else found.add_(part)
         for number, grad in enumerate(grads):
             weight = self._weight(number)
-            found = grad @ weight if found is None else found.addmm_(grad, weight)
+            if isinstance(weight, RowScaled):
+                back = float8.input_gradient(grad, weight)
+                found = back if found is None else found.add_(back)
+            else:
+                found = grad @ weight if found is None else found.addmm_(grad, weight)
             self._weights.pop(number, None)
             del weight
         assert found is not None
@@ -222,12 +248,15 @@ class Projections:
 
     # -- weights --------------------------------------------------------------------------------------------------
 
-    def _weight(self, number: int) -> Tensor:
-        """[outputs, inputs] in the dtype of the products."""
+    def _weight(self, number: int) -> Tensor | RowScaled:
+        """[outputs, inputs] in the dtype of the products, or in 8 bits."""
         if number in self._weights:
             return self._weights[number]
         part = self.parts[number]
-        made = _in(part.weight, self.dtype) if part.dense is None else part.dense(self.dtype)
+        if part.float8 is not None:
+            made = part.float8()
+        else:
+            made = _in(part.weight, self.dtype) if part.dense is None else part.dense(self.dtype)
         if self.again:
             self._weights[number] = made
         return made

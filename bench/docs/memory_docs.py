@@ -25,6 +25,8 @@ PAGES = {
     "optimizer in backward": "memory/optimizer-in-backward.md",
     "optimizer in backward, two passes": "memory/optimizer-in-backward.md",
     "streamed base weights": "memory/streamed-weights.md",
+    "FP8 base weights": "memory/base-dtype.md",
+    "NVFP4 base weights": "memory/base-dtype.md",
     "streamed trained weights": "memory/streamed-weights.md",
     "bfloat16 mixed precision": "memory/precision.md",
     "liger kernels": "memory/liger.md",

@@ -82,6 +82,38 @@ def cast_unless(model: nn.Module, taken: Callable[[nn.Module, Tensor], bool]) ->
             layer._cast_input_dtype = types.MethodType(cast, layer)
 
 
+def linears_beside_adapters(module: nn.Module) -> Iterator[nn.Linear]:
+    """The linear layers below a module, those that have adapters among them; not those that adapters are made of, nor
+    what a copy that is trained stands in place of (`modules_to_save`)."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, child in module.named_children():
+        if isinstance(child, AuxiliaryTrainingWrapper) or (isinstance(module, BaseTunerLayer) and name != "base_layer"):
+            continue
+        if type(child) is nn.Linear:
+            yield child
+        else:
+            yield from linears_beside_adapters(child)
+
+
+def adapters_that_read_weights(model: nn.Module) -> str | None:
+    """What adapters of linear layers compute with the weights themselves, by the name of their class; None where all
+    are LoRA's, beside a product."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        layer: Any = module
+        if not isinstance(layer, BaseTunerLayer) or not isinstance(layer.get_base_layer(), nn.Linear):
+            continue
+        if not isinstance(layer, LoraLayer) or hasattr(layer, "parameter_name"):
+            return type(layer).__name__
+        if layer.lora_variant:
+            return type(next(iter(layer.lora_variant.values()))).__name__
+    return None
+
+
 class PlainLora(NamedTuple):
     """An adapter of a linear layer that is on, and nothing but two matrices, a scale and dropout."""
 

@@ -12,6 +12,9 @@ from lowtide.option import COUNT, Group, Range, option
 TWO_PASS = "two_pass"
 """The value of `optimizer_in_backward` that clips exactly."""
 
+FLOAT8, NVFP4 = "float8", "nvfp4"
+"""The values of `base_dtype`."""
+
 OTHER_WORDS = {"offload": "activation_offloading=True", "selective": "checkpointing_policy='matmul'"}
 """What others have among the arguments of checkpoints, and what it is here."""
 OF_TORCH = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "context_fn")
@@ -81,6 +84,13 @@ class MemoryOptions:
         "host memory; quantized ones, on a CPU, in a temporary file), and brings in a layer at a time. Needs adapters, "
         "or a reference or teacher of its own.",
         choices=["resident", "stream"],
+    )
+    base_dtype: str | None = option(
+        None,
+        "Store the frozen weights of layers in fewer bits: 'float8' with a scale a row, multiplied in 8 bits in "
+        "bfloat16 runs (half the bytes, faster products from Ada on); 'nvfp4' in 4 bits (an experiment; torchao). Not "
+        "exact. Needs LoRA.",
+        choices=[FLOAT8, NVFP4],
     )
     trained_weights: str = option(
         "resident",

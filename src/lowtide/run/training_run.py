@@ -51,6 +51,7 @@ from lowtide.ops.attention.piece_keys import KeyPlace
 from lowtide.process.ways_out import in_python
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.same_rows import check_same_rows
+from lowtide.run.base_dtype import store_base
 from lowtide.run.edge import out_of_memory_while
 from lowtide.run.engine import (
     Engine,
@@ -204,6 +205,8 @@ class TrainingRun:
             method.head.attach(cast(Any, causal_model(model)), args)
         if getattr(args, "disable_dropout", False):
             disable_dropout(model)
+        if inputs.adapts:
+            store_base(model, args)
         stream_frozen(model, args)
         stream_trained(model, args)
         check_kind(model, head=method.head)

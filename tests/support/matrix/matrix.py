@@ -31,6 +31,7 @@ import lowtide
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model
 from lowtide.engine.heads import language_model, next_token, replaced_tokens
+from lowtide.engine.weights.quantized import is_quantized
 from lowtide.memory import table
 from lowtide.memory.activations.checkpointing import POLICIES
 from lowtide.memory.activations.offloading import ActivationOffload
@@ -39,6 +40,7 @@ from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Technique
 from lowtide.memory.weights.streaming import stream_of
+from lowtide.ops.layers.float8 import stored
 from lowtide.ops.logits import linear_logprobs
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ops.mapped import is_mapped
@@ -121,6 +123,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     "padding-free batches": {"padding_free": False},
     "prefix sharing": {"prefix_sharing": False},
     "streamed base weights": FROM_FILES,
+    "FP8 base weights": ADAPTERS,
+    "NVFP4 base weights": ADAPTERS,
     "packing": {"per_device_train_batch_size": ROWS},
 }
 """Options of the plain run of a technique, and of its model; those that the technique does not set itself are of both
@@ -145,6 +149,7 @@ CHANGES = {
     for kind in ("MaskedLM", "ReplacedTokenDetection")
 }
 """What a technique changes in one trainer, where it does not in others."""
+FEWER_BITS = ("FP8 base weights", "NVFP4 base weights")
 EXCLUDED: Mapping[frozenset[str], str] = {
     **{
         frozenset({other, compiled}): "cannot work here: it replaces what"
@@ -179,7 +184,8 @@ EXCLUDED: Mapping[frozenset[str], str] = {
     frozenset({"streamed base weights", "bfloat16 mixed precision"}): "would be a resident copy",
     frozenset({"streamed base weights", "streamed trained weights"}): "are frozen",
     **{
-        frozenset({"streamed base weights", name}): "are frozen"
+        frozenset({adapted, name}): "are frozen"
+        for adapted in ("streamed base weights", *FEWER_BITS)
         for name in TECHNIQUES
         if "stochastic rounding" in name or name in ("compressed AdamW", "FlashAdamW")
     },
@@ -189,13 +195,17 @@ EXCLUDED: Mapping[frozenset[str], str] = {
         if technique.options.keys() == {"optim"}
     },
     frozenset({"streamed trained weights", "LoRA-FA"}): "are frozen",
+    **{frozenset({"streamed trained weights", form}): "are frozen" for form in FEWER_BITS},
+    **{frozenset({"attention heads in turn", form}): "is quantized and cannot be cut" for form in FEWER_BITS},
+    frozenset({"NVFP4 base weights", "fused layers"}): "neither a plain matrix",
 }
 """Pairs that are refused, with the reason."""
 BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.3
 """How far the last loss may be from the plain run's, as a share of the fall from its first to its last: where numbers
 are rounded, where they are to 4 bits, and with another optimizer."""
-BANDS = {"Muon": 0.9, "LoRA-FA": 0.6}
-"""The same for one whose first steps are a fifth as long as AdamW's, and for one that trains half of the adapters."""
+BANDS = {"Muon": 0.9, "LoRA-FA": 0.6, "FP8 base weights": 0.3, "NVFP4 base weights": 0.9}
+"""The same for one whose first steps are a fifth as long as AdamW's, for one that trains half of the adapters, and for
+two that begin at another loss."""
 OTHER_DRAWS = {("ReplacedTokenDetection", "packing"): 0.3}
 """The same where a trainer learns from other masks, and from what is drawn in their places."""
 
@@ -700,6 +710,8 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "optimizer in backward": _in_backward,
     "streamed base weights": lambda run, plain: _streams(run) and _streams_the_frozen(run),
     "streamed trained weights": lambda run, plain: _streams(run) and _in_backward(run, plain),
+    "FP8 base weights": lambda run, plain: any(stored(module) for module in run.trainer.model.modules()),
+    "NVFP4 base weights": lambda run, plain: any(map(is_quantized, run.trainer.model.parameters())),
     "optimizer in backward, two passes": lambda run, plain: _in_backward(run, plain) and run.graphs >= 2 * plain.graphs,
     "compressed AdamW": _compressed("exact"),
     "bfloat16 AdamW with stochastic rounding": _compressed("stochastic"),
@@ -764,8 +776,8 @@ def pairs(kind: str) -> Iterator[tuple[str, str]]:
     """The names of all techniques two by two that a trainer runs together on any machine.
 
     Left out are what always is (the fused head), what does nothing on a CPU or needs a package that is not there, two
-    values of one option, another way to step beside streamed base weights (a few adapters alone are stepped there), and
-    streamed trained weights beside a reference, which is refused.
+    values of one option, another way to step beside base weights that are streamed or in fewer bits (a few adapters
+    alone are stepped there), and streamed trained weights beside a reference, which is refused.
     """
     alone = [
         each
@@ -775,8 +787,11 @@ def pairs(kind: str) -> Iterator[tuple[str, str]]:
     ]
     for first, second in itertools.combinations(alone, 2):
         options, more = with_it(first), with_it(second)
-        names, lossy = {first.name, second.name}, first.changes is not None or second.changes is not None
-        if "streamed base weights" in names and lossy and frozenset(names) not in EXCLUDED:
+        names, lossy = {first.name, second.name}, [each for each in (first, second) if each.changes is not None]
+        adapted = "streamed base weights" in names or (
+            names & {*FEWER_BITS} and any("optim" in each.options for each in lossy)
+        )
+        if adapted and lossy and frozenset(names) not in EXCLUDED:
             continue
         if "streamed trained weights" in names and kind != "SFT":
             continue

@@ -29,7 +29,7 @@ from lowtide.compat.transformers import names_not_saved
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads import HEADS
 from lowtide.engine.virtual_tokens import kind_of_prompt, prompt_config
-from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.quantized import dense_weight, is_quantized
 from lowtide.engine.weights.sharded.shard_files import OF_A_MODEL, WeightFiles, missing_shards, shards_in
 from lowtide.own_files import share_file
 from lowtide.ranks.shards import held_whole
@@ -287,13 +287,11 @@ def _cast(value: Tensor, stored: Tensor, dtype: torch.dtype | None, dense: torch
 
 def _dense(module: nn.Module) -> nn.Module:
     """The module itself, or where it is quantized a dense one with its values."""
-    from peft.utils.integrations import dequantize_module_weight
-
     weight = getattr(module, "weight", None)
     if not (isinstance(module, nn.Linear) and isinstance(weight, Tensor) and is_quantized(weight)):
         return module
     twin = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-    twin.weight = nn.Parameter(dequantize_module_weight(module), requires_grad=False)
+    twin.weight = nn.Parameter(dense_weight(module, torch.float32), requires_grad=False)
     twin.register_parameter("bias", module.bias)
     return twin
 

@@ -9,7 +9,9 @@ made to compute in training, evaluation and as a reference alike, and with every
 - bitsandbytes in 8 bits would round activations too, to a scale on which the other tokens of the batch have a say
   (LLM.int8, arXiv 2208.07339), on a CPU in evaluation alone. Torchao's layers keep a dequantized weight each until
   backward. Both dequantize here, for one product at a time, in forward and once more in backward; so do layers in
-  4 bits that are streamed to a GPU.
+  4 bits that are streamed to a GPU;
+- weights in FP8 (`put_in_float8`) are lowtide's own: codes beside scales of rows, which are multiplied as they are
+  where that can be (`ops.layers.float8`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from torch.nn import functional as F
 
 from lowtide.compat.bitsandbytes import dense_4_bit, is_4_bit
 from lowtide.compat.torch import parts_of
+from lowtide.ops.layers import float8
+from lowtide.ops.layers.float8 import RowScaled
+from lowtide.ops.target import autocast_dtype
 
 INSTEAD = (
     "as the base of adapters take bitsandbytes (load_in_4bit, load_in_8bit), or torchao's Int8WeightOnlyConfig, "
@@ -33,7 +38,36 @@ INSTEAD = (
 
 def is_quantized(weight: Tensor) -> bool:
     """Whether a weight is stored otherwise than as the numbers that it stands for."""
-    return not weight.is_floating_point() or _is_torchao(weight)
+    return not weight.is_floating_point() or weight.dtype == float8.FORMAT or _is_torchao(weight)
+
+
+def put_in_float8(layer: nn.Linear, device: torch.device) -> None:
+    """Stores the weight of a linear layer in FP8, with a scale a row; computed on a device, stored where it was."""
+    weight = layer.weight
+    rows = float8.in_rows(weight.detach().to(device))
+    float8.store(layer, RowScaled(*(each.to(weight.device) for each in rows)))
+
+
+def put_in_nvfp4(layer: nn.Linear, device: torch.device) -> None:
+    """The same in NVFP4: 4 bits a weight, with a scale of 8 bits for each 16. Torchao's, which calls it a prototype."""
+    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+    from torchao.quantization import quantize_
+
+    home = layer.weight.device
+    quantize_(layer.to(device), NVFP4WeightOnlyConfig())
+    layer.to(home).weight.requires_grad_(False)
+
+
+def dense_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs]: the numbers that the quantized weight of a layer stands for."""
+    if (rows := float8.stored(layer)) is not None:
+        return rows.dense(dtype)
+    if _is_torchao(layer.weight):
+        return layer.weight.dequantize().to(dtype)
+    if is_4_bit(layer.weight):
+        return dense_4_bit(layer.weight, dtype)
+    scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
+    return layer.weight.data.to(dtype).mul_(scale[:, None] / 127)
 
 
 def stored_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
@@ -67,7 +101,7 @@ def compute_where_brought(model: nn.Module, device: torch.device) -> None:
                     if isinstance(small := getattr(state, name, None), Tensor):
                         setattr(state, name, small.to(device))
             layer.forward = types.MethodType(_forward, layer)
-        else:
+        elif float8.stored(layer) is None:
             for holder in (weight, cast(Any, layer).state):
                 holder.CB, holder.SCB = None, None if holder.SCB is None else holder.SCB.to(device)
     for module in model.modules():
@@ -103,6 +137,8 @@ def keep_trainable(model: nn.Module) -> None:
                     "over uncalled"
                 )
             layer.support_avx512bf16_for_cpu = False
+        elif float8.stored(layer) is not None:
+            layer.forward = types.MethodType(_forward, layer)
         elif isinstance(layer, nn.Linear) and (_is_8_bit(layer) or _is_torchao(layer.weight)):
             if _is_torchao(layer.weight) and not _is_weight_only(layer.weight):
                 raise ValueError(
@@ -116,12 +152,13 @@ def check_shardable(model: nn.Module) -> None:
     """Refuses quantized weights that cannot be cut into shards; those of bitsandbytes in 4 bits can.
 
     Raises:
-        ValueError: the weights are of bitsandbytes in 8 bits, or of torchao.
+        ValueError: the weights are of bitsandbytes in 8 bits, in FP8, or of torchao.
     """
     for name, module in model.named_modules():
         layer: Any = module
-        if isinstance(layer, nn.Linear) and (_is_8_bit(layer) or _is_torchao(layer.weight)):
-            kind = "8 bits of bitsandbytes" if _is_8_bit(layer) else "torchao's form"
+        if isinstance(layer, nn.Linear) and is_quantized(layer.weight) and not is_4_bit(layer.weight):
+            kinds = {"torchao's form": _is_torchao(layer.weight), "8 bits of bitsandbytes": _is_8_bit(layer)}
+            kind = next((kind for kind, is_so in kinds.items() if is_so), "FP8")
             raise ValueError(
                 f"fsdp cannot shard the weight of {name}, which is in {kind}: take load_in_4bit=True, whose weights "
                 "are sharded, or leave `fsdp` out, and each rank holds all of the quantized weights"
@@ -179,9 +216,12 @@ def _is_8_bit(layer: Any) -> bool:
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    computed_in = getattr(self, "compute_dtype", None) or x.dtype
+    of_bitsandbytes = is_4_bit(self.weight) or _is_8_bit(self)  # whose layers give the dtype that they take
+    computed_in = None if of_bitsandbytes else autocast_dtype(x.device)
+    computed_in = getattr(self, "compute_dtype", None) or computed_in or x.dtype
     out = cast(Tensor, _Product.apply(x.to(computed_in), self))
-    return (out if self.bias is None else out + self.bias.to(out.dtype)).to(x.dtype)
+    out = out if self.bias is None else out + self.bias.to(out.dtype)
+    return out.to(x.dtype) if of_bitsandbytes else out
 
 
 class _Product(torch.autograd.Function):
@@ -190,17 +230,12 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Any) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, _dequantized(layer, x.dtype))
+        if (rows := float8.stored(layer)) is not None:
+            return float8.linear(x, rows)
+        return F.linear(x, dense_weight(layer, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] @ _dequantized(ctx.layer, grads[0].dtype), None
-
-
-def _dequantized(layer: Any, dtype: torch.dtype) -> Tensor:
-    if _is_torchao(layer.weight):
-        return layer.weight.dequantize().to(dtype)
-    if is_4_bit(layer.weight):
-        return dense_4_bit(layer.weight, dtype)
-    scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
-    return layer.weight.data.to(dtype).mul_(scale[:, None] / 127)
+        if (rows := float8.stored(ctx.layer)) is not None:
+            return float8.linear_backward(grads[0], rows), None
+        return grads[0] @ dense_weight(ctx.layer, grads[0].dtype), None

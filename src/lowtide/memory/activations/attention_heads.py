@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lowtide.compat.torch import is_traceable_wrapper_subclass
 from lowtide.memory.activations.computed_again import Shell, computing_parts, own_forward, sum_wide
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.surroundings import Surroundings
@@ -99,6 +100,8 @@ def _why_not(module: Any, chunks: int) -> str | None:
         linear = getattr(part, "base_layer", part)
         if type(linear) is not nn.Linear:
             return f"{name} is a {type(linear).__name__}, whose weight cannot be cut. Leave attention_head_chunks out"
+        if linear.weight.element_size() == 1 or is_traceable_wrapper_subclass(linear.weight):
+            return f"the weight of {name} is quantized and cannot be cut. Leave attention_head_chunks out"
     for name, parameter in module.named_parameters():
         if _share(module, name, parameter.shape) is None:
             return f"it has {name}, which is not known to be of single heads. Leave attention_head_chunks out"

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.compat.torch import parts_of
 from lowtide.memory.optimizers.muon import matrices_of
 from lowtide.ranks.shards import local_of
 
@@ -70,8 +71,9 @@ def predict_states(model: nn.Module, optimizer: str) -> States:
     """
     weights = gradients = 0
     for parameter in {id(each): each for each in (*model.parameters(), *model.buffers())}.values():
-        stored = 2 if parameter.requires_grad and optimizer in IN_BFLOAT16 else parameter.element_size()
-        here = local_of(parameter).numel() * stored
+        narrow = parameter.requires_grad and optimizer in IN_BFLOAT16
+        parts = parts_of(local_of(parameter))  # of a quantized weight of torchao, codes and scales
+        here = sum(part.numel() * (2 if narrow else part.element_size()) for part in parts)
         weights += here
         gradients += here if parameter.requires_grad else 0
     states = sum(sum(sizes) for _, sizes in states_of(model, optimizer))

@@ -30,6 +30,8 @@ def assumptions_of(run: PlannedRun, settings: Mapping[str, Any], found: Estimate
     computes = "bfloat16" if config.bf16 else "float16" if config.fp16 else stored
     if run.quantization_config is not None:
         stored = f"{4 if run.quantization_config.load_in_4bit else 8} bits, the rest {stored}"
+    if config.base_dtype is not None:
+        stored = f"{config.base_dtype} in frozen layers, the rest {stored}"
     trained = "all weights" if adapters is None else f"adapters ({type(adapters).__name__.removesuffix('Config')})"
     if (rank := getattr(adapters, "r", None)) is not None:
         trained = f"adapters of rank {rank}"

@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 from lowtide.compat.torch import cpu_has_bf16
 from lowtide.engine.forward import causal_model
 from lowtide.engine.over_ranks.stage import stage_of
+from lowtide.engine.weights.quantized import is_quantized
 from lowtide.memory.allocators.measure import bytes_text, peak_bytes
 from lowtide.memory.optimizers.states import predict_states
 from lowtide.memory.weights.streaming import stream_of
@@ -179,10 +180,12 @@ class StartReport(TrainerCallback):
         return lines
 
     def _precision(self, trained: list) -> str:
-        args = self.trainer.args
-        storage = sorted({str(p.dtype).removeprefix("torch.") for p in self.trainer.model.parameters()})
-        master = sorted({str(p.dtype).removeprefix("torch.") for p in trained})
-        compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "/".join(storage)
+        args, stored = self.trainer.args, [*self.trainer.model.parameters()]
+        storage, computed, master = (
+            sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
+            for parameters in (stored, (p for p in stored if not is_quantized(p)), trained)
+        )
+        compute = "bfloat16" if args.bf16 else "float16" if args.fp16 else "/".join(computed)
         why = ""
         if args.device.type == "cpu" and not args.bf16 and storage == ["float32"]:
             why = (

@@ -3,6 +3,7 @@
 import pytest
 
 from lowtide.rollout.talk import Talk
+from tests.rollout.chat_templates import HERMES, HERMES_TEMPLATE
 from tests.support.texts.byte_tokenizer import byte_tokenizer
 from tests.support.texts.chatml import CHATML
 
@@ -69,3 +70,38 @@ def test_begin_forgets_all_but_the_system_message():
 def test_a_tokenizer_without_a_template_is_refused():
     with pytest.raises(ValueError, match="no chat template"):
         Talk(byte_tokenizer(None))
+
+
+SHOWS_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + HERMES_TEMPLATE
+SCHEMA = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_calls_are_answered_one_by_one_and_read_on_top_of_what_is_held():
+    one = talk(SHOWS_TOOLS, tools=[SCHEMA])
+    one.say("2 + 2 and 3 + 3?")
+    prompt = one.prompt()
+    turn = [*one.tokenizer(f"{HERMES}\n{HERMES}")["input_ids"], 2]
+    one.answered(turn)
+    assert one.call == {"name": "add", "arguments": {"a": 2, "b": 2}}
+    one.returned("4")
+    assert one.call is not None
+    one.returned("5")
+    assert one.call is None
+    assert one.messages[-2:] == [{"role": "tool", "name": "add", "content": each} for each in "45"]
+    rest = one.following()
+    whole = one.tokenizer.decode([*prompt, *turn, *rest] if rest is not None else one.prompt())
+    assert whole.endswith("<|im_start|>tool\n4<|im_end|>\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
+    one.answered([*one.tokenizer("4 and 5")["input_ids"], 2])
+    assert one.call is None
+
+
+def test_without_tools_a_call_is_words_and_templates_without_calls_are_refused():
+    one = talk(HERMES_TEMPLATE)
+    one.say("a")
+    one.prompt()
+    one.answered([*one.tokenizer(HERMES)["input_ids"], 2])
+    assert one.call is None
+    with pytest.raises(ValueError, match="leaves out the name and arguments of tool calls"):
+        talk(CHATML, tools=[SCHEMA])
+    with pytest.raises(ValueError, match="does not write which tools there are"):
+        talk(HERMES_TEMPLATE, tools=[SCHEMA])

@@ -14,7 +14,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.encode.chat import TEMPLATE_FAILURES
-from lowtide.data.formats.conversation import Message
+from lowtide.data.encode.message_form import MessageForm
+from lowtide.data.formats.conversation import Message, as_said
+from lowtide.rollout.tools import Schema
 from lowtide.rollout.turns import Turns
 
 
@@ -26,9 +28,10 @@ class Talk:
         system: what the system's message says; None for none, or for what the template says by itself.
         template_kwargs: further keywords of the template.
         stop_ids: tokens that end a turn, beside the tokenizer's end token.
+        tools: the schemas of functions that the model may call; the person says what they return.
 
     Raises:
-        ValueError: there is no template.
+        ValueError: there is no template, or it does not write tools, or not write or read their calls.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Talk:
         system: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         stop_ids: Sequence[int] = (),
+        tools: Sequence[Schema] = (),
     ) -> None:
         if not tokenizer.chat_template:
             raise ValueError(
@@ -46,6 +50,13 @@ class Talk:
             )
         self.tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs or {})
         self.turns = Turns(tokenizer, template_kwargs=template_kwargs, stop_ids=stop_ids)
+        self.tools: list[Any] = list(tools)
+        if self.tools:
+            self.turns.try_tools()
+            asked: list[Message] = [{"role": "user", "content": "?"}]
+            if self.turns.encode(asked, self.tools) == self.turns.encode(asked):
+                raise ValueError("the chat template does not write which tools there are: give one that does")
+        self._form = MessageForm.of(tokenizer, self.template_kwargs.get("chat_template"))
         self.system = system
         self.messages: list[Message] = []
         self.begin()
@@ -69,6 +80,20 @@ class Talk:
     def say(self, text: str) -> None:
         """Adds a message of the person."""
         self.messages.append({"role": "user", "content": text})
+
+    @property
+    def call(self) -> Mapping[str, Any] | None:
+        """The first call of the model's last turn that has no result yet, its `name` and `arguments`; None without."""
+        place = next((n for n in reversed(range(len(self.messages))) if self.messages[n]["role"] != "tool"), None)
+        calls = [] if place is None else self.messages[place].get("tool_calls") or []
+        left = [] if place is None else calls[len(self.messages) - place - 1 :]
+        return left[0]["function"] if left else None
+
+    def returned(self, result: str) -> None:
+        """Adds what the tool of `call` returned."""
+        call = self.call
+        assert call is not None
+        self.messages.append({"role": "tool", "name": call["name"], "content": result})
 
     def prompt(self) -> list[int]:
         """The tokens of the whole conversation and of the header of the model's turn.
@@ -99,14 +124,17 @@ class Talk:
     def answered(self, token_ids: Sequence[int]) -> None:
         """Adds the turn that the model wrote; empty if it wrote nothing."""
         ids = list(token_ids)
-        self.messages.append(self.turns.read(ids, self._held) if ids else {"role": "assistant", "content": ""})
+        self.messages.append(
+            self.turns.read(ids, self._held, self.tools) if ids else {"role": "assistant", "content": ""}
+        )
         self._text += str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
         self._held += ids
 
     def _rendered(self) -> str:
+        messages = self._form([as_said(each) for each in self.messages]) if self.tools else list(self.messages)
         try:
             text: Any = self.tokenizer.apply_chat_template(
-                list(self.messages), add_generation_prompt=True, tokenize=False, **self.template_kwargs
+                messages, tools=self.tools or None, add_generation_prompt=True, tokenize=False, **self.template_kwargs
             )
         except TEMPLATE_FAILURES as error:
             raise ValueError(f"the chat template can't render the conversation: {error}") from error

@@ -18,6 +18,8 @@ from lowtide.cli.main import main
 from lowtide.engine.forward import read_next
 from lowtide.escaping import shown
 from lowtide.rollout.generators import decoding, ragged
+from lowtide.rollout.talk import Talk
+from tests.rollout.chat_templates import HERMES, HERMES_TEMPLATE
 
 SAID = ["hello", "and then?"]
 
@@ -171,3 +173,38 @@ def test_a_conversation_that_fills_the_context_says_so(talker, says, capsys, mon
     assert out == ""
     assert err.count("fills the 256 tokens that the model was made for") == 2
     assert chat.NEW in err
+
+
+def test_a_call_is_shown_and_the_next_line_is_what_it_returns(talker, says, capsys, tmp_path, monkeypatch):
+    """The model calls a tool in its first turn: the tokens that it writes are replaced."""
+    folder = shutil.copytree(talker, tmp_path / "run")
+    (folder / "chat_template.jinja").write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + HERMES_TEMPLATE)
+    file = tmp_path / "tools.json"
+    file.write_text('{"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}')
+    talks = []
+
+    def answered(self, ids):
+        talks.append(self)
+        said(self, [*self.tokenizer(HERMES)["input_ids"], 2] if len(talks) == 1 else ids)
+
+    said = Talk.answered
+    monkeypatch.setattr(Talk, "answered", answered)
+    says("2 + 2?", "4", "/exit")
+    words = ["chat", str(folder), "--max_new_tokens", "3", "--device", "cpu", "--tools", str(file)]
+    assert main(words) == 0
+    assert 'It calls add with {"a": 2, "b": 2}: the next line is what that returns.' in capsys.readouterr().err
+    assert [each["role"] for each in talks[0].messages] == ["user", "assistant", "tool", "assistant"]
+    assert talks[0].messages[2] == {"role": "tool", "name": "add", "content": "4"}
+    assert '"description": "Adds."' in talks[0].text
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [("{", "is not JSON"), ("[]", "holds no schema"), ('[{"name": 3}]', "entry 0 of"), ('["add"]', "no schema of a")],
+)
+def test_files_of_tools_that_are_none_are_refused_before_the_model_is_read(held, message, tmp_path, capsys):
+    (tmp_path / "tools.json").write_text(held)
+    assert main(["chat", "no-model", "--tools", str(tmp_path / "tools.json")]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["chat", "no-model", "--tools", str(tmp_path / "none.json")]) == 2
+    assert "there is no file" in capsys.readouterr().err

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.after_training.writing_options import (
@@ -21,7 +23,9 @@ from lowtide.cli.after_training.writing_options import (
     read_writing_options,
     told,
 )
+from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
+from lowtide.parsing import parse_json
 
 if TYPE_CHECKING:
     from lowtide.cli.after_training.loaded_run import LoadedRun
@@ -46,6 +50,13 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_writing_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
+    parser.add_argument(
+        "--tools",
+        type=Path,
+        metavar="FILE.json",
+        help="schemas of functions that the model may call (JSON as of OpenAI); a call is shown, and the next line is "
+        "what it returns",
+    )
     parser.set_defaults(run=run)
 
 
@@ -56,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: there is no such model, it writes no conversations, or an option can't be used.
     """
     options = read_writing_options(arguments)
+    tools = [] if arguments.tools is None else read_tools(arguments.tools)
     from lowtide.cli.after_training.loaded_run import folder_of
     from lowtide.rollout.talk import Talk
     from lowtide.terminal import Console
@@ -67,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         system=arguments.system,
         template_kwargs=options.chat_template_kwargs,
         stop_ids=loaded.stop_ids,
+        tools=tools,
     )
     notes = Console(stderr=True)
     notes.print(
@@ -78,6 +91,32 @@ def run(arguments: argparse.Namespace) -> int:
     )
     Chat(loaded, talk, options, Console(), notes).run()
     return 0
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """The schemas of a file: a list of them, or one; each with or without OpenAI's `{"type": "function", ...}` around.
+
+    Raises:
+        UsageError: there is no such file.
+        ValueError: it holds something else; names the entry.
+    """
+    if not path.is_file():
+        raise UsageError(f"--tools: there is no file {str(path)!r}")
+    try:
+        held = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"--tools: {path} is not JSON ({error})") from error
+    found = []
+    for number, each in enumerate(held if isinstance(held, list) else [held]):
+        inner = each.get("function", each) if isinstance(each, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise ValueError(
+                f"--tools: entry {number} of {path} (the first is 0) is no schema of a function with a name"
+            )
+        found.append({"type": "function", "function": inner})
+    if not found:
+        raise ValueError(f"--tools: {path} holds no schema")
+    return found
 
 
 class Chat:
@@ -108,22 +147,37 @@ class Chat:
     # -- the person ----------------------------------------------------------------------------------------------------
 
     def _ask(self) -> bool:
-        """Reads a message into the conversation; False where there is none."""
-        while not self._over and (text := self._line()) not in (None, EXIT):
+        """Reads a message into the conversation, or what the tools return that the model called; False where there is
+        none."""
+        while not self._over and (text := self._line(self._called())) not in (None, EXIT):
             if text == NEW:
                 self.talk.begin()
+            elif self.talk.call is not None:
+                self.talk.returned(text)
+                if self.talk.call is None:
+                    return True
             elif text:
                 self.talk.say(text)
                 return True
         self._over = True
         return False
 
-    def _line(self) -> str | None:
+    def _called(self) -> str:
+        """What stands before a line of the person; tells of a call whose result it is to be."""
+        call = self.talk.call
+        if call is None:
+            return "> "
+        arguments = json.dumps(call.get("arguments") or {}, ensure_ascii=False)
+        said = f"It calls {call['name']} with {arguments}: the next line is what that returns."
+        self.notes.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
+        return f"{call['name']} returns> "
+
+    def _line(self, before: str) -> str | None:
         try:
             if sys.stdin.isatty():
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401  (gives `input` its history and its keys)
-            return input("> " if sys.stdin.isatty() else "").strip()
+            return input(before if sys.stdin.isatty() else "").strip()
         except EOFError:
             return None
 

@@ -11,6 +11,7 @@ JUDGE = (
 )
 VALUE_HEAD = "was for the older PPOTrainer: this one puts a value head on any language model by itself"
 TEMPLATE = "is not needed: assistant_only_loss=True marks or aligns the assistant's turns of any chat template"
+SPEC = "is TRL's: import it from trl.experimental.harbor or .openreward, and give GRPOTrainer its three properties"
 TOOLS = "is of methods that call tools while they write: keep TRL's"
 
 ELSEWHERE: dict[str, str] = {
@@ -31,6 +32,7 @@ ELSEWHERE: dict[str, str] = {
         ),
         JUDGE,
     ),
+    **dict.fromkeys(("HarborSpec", "OpenRewardSpec"), SPEC),
     "WeaveCallback": "needs weave: take LogCompletionsCallback with report_to='wandb'",
     "prepare_multimodal_messages": IMAGES,
     "get_training_chat_template": TEMPLATE,

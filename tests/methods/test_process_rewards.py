@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import LlamaConfig, LlamaForTokenClassification
 import lowtide
 from lowtide.data.batches.token_rows import IGNORED
 from lowtide.data.stepwise import StepEncoder
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.references.parity_world import SMALL, sums, tokenizer
 from tests.support.runs.on_a_cpu import ON_A_CPU
 
@@ -33,9 +36,8 @@ def build() -> LlamaForTokenClassification:
 
 def trainer(folder: Any, **options: Any) -> Any:
     args = lowtide.PRMConfig(
-        **{"output_dir": str(folder), "per_device_train_batch_size": 6, "max_steps": 1},
-        **{"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"},
-        **ON_A_CPU | options,
+        **{"output_dir": str(folder), "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0},
+        **{"lr_scheduler_type": "constant", "per_device_train_batch_size": 6, **ON_A_CPU, **options},
     )
     data = Dataset.from_list(rows())
     return lowtide.PRMTrainer(model=build(), args=args, processing_class=tokenizer(), train_dataset=data)
@@ -93,3 +95,24 @@ def test_a_step_is_that_of_transformers_model_on_a_padded_batch(tmp_path):
     parts.train()
     for name, p in parts.model.named_parameters():
         torch.testing.assert_close(p, ours[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+def rank_main(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        found = trainer(Path(folder) / "run", per_device_train_batch_size=3)
+        found.train()
+        if rank == 0:
+            torch.save([found.state.log_history[0], dict(found.model.named_parameters())], Path(folder) / "found.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_learn_what_one_does(tmp_path):
+    """Rows of two to twelve steps, so that ranks have unequally many."""
+    run_ranks(rank_main, str(meeting_place(tmp_path)), ranks=2)
+    logs, found = torch.load(tmp_path / "found.pt", weights_only=False)
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    assert logs["loss"] == pytest.approx(whole.state.log_history[0]["loss"], rel=1e-6)
+    assert logs["accuracy"] == pytest.approx(whole.state.log_history[0]["accuracy"])
+    for name, p in whole.model.named_parameters():
+        torch.testing.assert_close(found[name], p, rtol=1e-5, atol=1e-7, msg=name)

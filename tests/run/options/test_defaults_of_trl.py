@@ -36,6 +36,7 @@ OTHERWISE = {
     "GMPOConfig.loss_type": "TRL's is GRPO's, which its trainer does not read",
     "GMPOConfig.use_bias_correction_kl": "TRL's is GRPO's, which its trainer does not read",
     "GOLDConfig.max_completion_length": "another name of max_new_tokens, whose default counts",
+    "GOLDConfig.truncation_mode": "TRL's trainer keeps the end of a row, whatever its config says",
     "GOLDConfig.uld_token_merge_strategy": "TRL's compares predictions of other places of the text",
     "IWOPDConfig.remove_unused_columns": "environments read the other columns, which TRL's trainer does not have",
     "OnlineDPOConfig.max_new_tokens": "another name of max_completion_length, whose default counts",

@@ -189,6 +189,13 @@ def test_options_that_cannot_work_are_refused(options, says, gold):
         gold(**options)
 
 
+def test_terms_that_move_no_weight_are_known():
+    weights = {"uld_distillation_weight": 0.0, "uld_crossentropy_weight": 0.0}
+    none = GOLDConfig(output_dir="run", report_to=[], use_uld_loss=True, **weights).without_gradient()
+    assert none == [{"uld_distillation_weight=0.0"}, {"uld_crossentropy_weight=0.0"}]
+    assert GOLDConfig(output_dir="run", report_to=[]).without_gradient() == [set()]
+
+
 def test_a_teacher_of_other_tokens_names_gold(gold, tmp_path):
     with pytest.raises(ValueError, match="GOLD"):
         gold(GKDTrainer, GKDConfig)

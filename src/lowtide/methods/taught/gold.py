@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from lowtide.methods.method import Method, TokenObjective
+from lowtide.methods.shared.options import zeros
 from lowtide.methods.shared.paper import Paper
 from lowtide.methods.taught import gkd
 from lowtide.methods.taught.gkd import GKDOptions, PromptedTexts
@@ -80,6 +81,11 @@ class GOLDOptions(GKDOptions):
     @property
     def own_tokens(self) -> bool:
         return self.use_uld_loss
+
+    def without_gradient(self) -> list[set[str]]:
+        """As `TrainingConfig.without_gradient`: the distance from the teacher, and the likelihood."""
+        names = ("uld_distillation_weight", "uld_crossentropy_weight") if self.use_uld_loss else ()
+        return [zeros(self, name) for name in names] or [set()]
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.

@@ -69,8 +69,7 @@ def online(
     return getattr(lowtide, f"{method}Trainer")(
         model=build_model("llama").double() if model is None else model,
         args=config,
-        processing_class=tokenizer(),
-        **given,
+        **{"processing_class": tokenizer(), **given},
     )
 
 

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from lowtide.rollout.environments import Environments
-from tests.trainers.online.test_own_prompts import made
+from tests.rollout.chat_templates import HERMES_TEMPLATE
+from tests.support.models.tiny_models import build
+from tests.support.runs.online_runs import online
+from tests.support.texts.byte_tokenizer import byte_tokenizer
 
 harbor: Any = pytest.importorskip("trl.experimental.harbor", reason="the specs are TRL's: install the bench extra")
 
@@ -40,6 +43,14 @@ class Sandboxed(harbor.HarborEnv):
         return "nothing"
 
 
+def made(folder: Path, factory: Any, *, max_steps: int, **arguments: Any) -> Any:
+    """A run on prompts of a spec, a prompt a step."""
+    codes = byte_tokenizer(HERMES_TEMPLATE, eos="<|im_end|>")
+    given = {"environment_factory": factory, "processing_class": codes, **arguments}
+    options = {"max_steps": max_steps, "per_device_train_batch_size": 4, "max_completion_length": 4}
+    return online(folder, model=build("llama", vocab_size=len(codes)), arguments=given, **options)
+
+
 def tasks(folder: Path) -> str:
     for number in range(3):
         task = folder / "suite" / "tasks" / f"task-{number}"
@@ -63,7 +74,6 @@ def test_a_harbor_spec_gives_rows_environments_and_rewards(tmp_path):
         train_dataset=spec.train_dataset,
         reward_funcs=[spec.reward_funcs, asked],
         max_steps=3,
-        per_device_train_batch_size=4,
     )
     trainer.train()
     rewards = [each["rewards/_outcome_reward_func/mean"] for each in trainer.state.log_history if "reward" in each]
@@ -76,7 +86,7 @@ def test_where_harbor_is_missing_the_run_says_so(tmp_path):
         pytest.skip("harbor is installed")
     spec = harbor.HarborSpec(tasks(tmp_path))
     rows: dict[str, Any] = {"train_dataset": spec.train_dataset, "reward_funcs": spec.reward_funcs}
-    trainer = made(tmp_path / "run", spec.environment_factory, **rows, max_steps=1, per_device_train_batch_size=4)
+    trainer = made(tmp_path / "run", spec.environment_factory, **rows, max_steps=1)
     with pytest.raises(
         ValueError, match=r"reset of the environment HarborBashEnv raised ModuleNotFoundError: .*harbor"
     ):
@@ -156,7 +166,7 @@ def test_an_openreward_spec_gives_rows_tools_and_rewards(spec):
 
 def test_a_run_on_an_openreward_spec(spec, tmp_path):
     rows: dict[str, Any] = {"train_dataset": spec.train_dataset, "reward_funcs": [spec.reward_funcs, by_level]}
-    trainer = made(tmp_path, spec.environment_factory, **rows, max_steps=1, per_device_train_batch_size=4)
+    trainer = made(tmp_path, spec.environment_factory, **rows, max_steps=1)
     trainer.train()
     assert trainer.state.log_history[0]["reward"] in (0.0, 1.0, 2.0)
 

@@ -27,6 +27,7 @@ PAGES = {
     "streamed base weights": "memory/streamed-weights.md",
     "FP8 base weights": "memory/base-dtype.md",
     "NVFP4 base weights": "memory/base-dtype.md",
+    "FP8 products": "memory/precision.md",
     "streamed trained weights": "memory/streamed-weights.md",
     "bfloat16 mixed precision": "memory/precision.md",
     "liger kernels": "memory/liger.md",

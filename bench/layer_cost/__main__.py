@@ -29,15 +29,18 @@ class Case(NamedTuple):
     adapters: bool = True
     four_bits: bool = False
     rows: int = 16
-    base_dtype: str | None = None
+    more: dict[str, Any] = {}  # noqa: RUF012
+    """Options beside those of all cases."""
 
 
 CASES = {
     "llama-8b-lora": Case("meta-llama/Llama-3.1-8B"),
-    "llama-8b-float8": Case("meta-llama/Llama-3.1-8B", base_dtype="float8"),
+    "llama-8b-float8": Case("meta-llama/Llama-3.1-8B", more={"base_dtype": "float8"}),
     "llama-8b-qlora": Case("meta-llama/Llama-3.1-8B", four_bits=True, rows=4),
     "qwen-0.5b-lora": Case("Qwen/Qwen2.5-0.5B"),
     "qwen-0.5b-full": Case("Qwen/Qwen2.5-0.5B", adapters=False),
+    "llama-8b-full": Case("meta-llama/Llama-3.1-8B", adapters=False),
+    "llama-8b-full-float8": Case("meta-llama/Llama-3.1-8B", adapters=False, more={"float8_products": True}),
 }
 
 
@@ -97,7 +100,7 @@ def _run(case: Case, device: Any, options: dict[str, Any]) -> Any:
         "gradient_checkpointing": True,
         "model_init_kwargs": {"dtype": "bfloat16"},
         "per_device_train_batch_size": case.rows,
-        "base_dtype": case.base_dtype,
+        **case.more,
     }
     adapters = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=RANK, target_modules=TARGETS)
     run = PlannedRun(

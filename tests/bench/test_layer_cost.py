@@ -9,6 +9,9 @@ STOCK = {
     "llama-8b-qlora": (288, 22.6, 177.8, 186.4, 0.49),
     "qwen-0.5b-lora": (274, 21.0, 39.6, 48.5, 0.37),
     "qwen-0.5b-full": (150, 13.0, 46.7, 60.1, 0.23),
+    "llama-8b-float8": (288, 78.4, 711.3, 745.7, 1.17),
+    "llama-8b-full": (147, 53.4, 873.0, 924.6, 1.73),
+    "llama-8b-full-float8": (162, 51.9, 934.6, 986.2, 1.33),
 }
 """Operations and gigabytes of a layer, TFLOP of all layers and of the step, seconds on an H200."""
 FUSED = {
@@ -16,6 +19,9 @@ FUSED = {
     "llama-8b-qlora": (91, 9.0, 162.4, 171.0, 0.30),
     "qwen-0.5b-lora": (91, 8.8, 36.1, 45.1, 0.21),
     "qwen-0.5b-full": (53, 5.9, 46.7, 60.1, 0.12),
+    "llama-8b-float8": (115, 33.6, 649.7, 684.1, 0.77),
+    "llama-8b-full": (47, 22.7, 873.0, 924.6, 1.48),
+    "llama-8b-full-float8": (67, 22.4, 873.0, 924.6, 1.05),
 }
 
 

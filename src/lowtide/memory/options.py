@@ -92,6 +92,11 @@ class MemoryOptions:
         "exact. Needs LoRA.",
         choices=[FLOAT8, NVFP4],
     )
+    float8_products: bool = option(
+        False,
+        "Take the products of layers' trained weights in 8 bits in bfloat16 runs, forward and for the gradient at "
+        "their input: up to twice as fast from Ada on, for large models. Not exact.",
+    )
     trained_weights: str = option(
         "resident",
         "Where all weights are that are trained: 'stream' keeps them and the optimizer's states in a temporary file in "

@@ -18,6 +18,7 @@ from lowtide.memory.activations.spill_file import folder_on_a_disk
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 from lowtide.memory.kernels.compilation_log import watched
 from lowtide.memory.kernels.compiling import compile_layers, remove_compilation
+from lowtide.memory.kernels.float8_products import multiply_in_float8, trained_linears
 from lowtide.memory.kernels.fused_layers import fuse_layers, in_16_bits, why_not_fused
 from lowtide.memory.kernels.liger import liger_kernels, why_no_kernels
 from lowtide.memory.optimizers.lora_fa import freeze_down_projections, why_no_projections
@@ -26,6 +27,7 @@ from lowtide.memory.options import FLOAT8, NVFP4, TWO_PASS
 from lowtide.memory.own import OPTION, own_technique
 from lowtide.memory.technique import Choosing, Site, Technique
 from lowtide.memory.weights.streaming import stream_of
+from lowtide.ops.layers.float8 import multiplies_on
 from lowtide.ops.target import has_triton, kind_of, target_of
 from lowtide.process.ways_out import in_python
 
@@ -40,6 +42,7 @@ PACKAGES = {
 }
 """What to install for a package that a technique needs."""
 COMPILED = "compiled layers hold the weights that they were compiled with: switch torch_compile off"
+COMPILED_TOO = "compiled layers replace what it replaces: switch one of them off"
 SEVERAL = "steps of several micro-batches keep their gradients to the end, as they would without it"
 LAYERS = ("use_liger_kernel", "torch_compile", "mlp_tile_tokens")
 EIGHT = "moments are rounded to 8 bits in blocks (arXiv 2110.02861)"
@@ -206,6 +209,19 @@ def _base_refused(site: Site) -> str | None:
         remedy = f"set use_peft=True{in_python(' (or pass a `peft_config`)')}, or take trained_weights='stream'"
         return f"all weights are trained: {remedy}"
     return COMPILED if site.options.torch_compile else None
+
+
+def _products_refused(site: Site) -> str | None:
+    options, first = site.options, next(trained_linears(site.model), None)
+    if first is None:
+        return "no layer has a trained matrix with sizes that are multiples of 16: take base_dtype='float8' with LoRA"
+    if not (options.bf16 or first.weight.dtype == torch.bfloat16):
+        return "products in 8 bits give bfloat16: set bf16=True"
+    if not multiplies_on(first.weight):
+        return "this device multiplies no 8-bit floats; NVIDIA's from compute capability 8.9 on do: leave it out"
+    if options.sharding.cuts_weights or options.sharding.by_deepspeed or options.sharding.pipeline_parallel > 1:
+        return "it is built for whole weights on each rank: leave it out, or fsdp, tp_size and their kin"
+    return COMPILED_TOO if options.torch_compile else None
 
 
 def _trained_refused(site: Site) -> str | None:
@@ -416,6 +432,14 @@ TECHNIQUES: dict[str, Technique] = {
             lowers=("weights",),
             changes="frozen weights are rounded to 4 bits, 10% of a weight (root mean square)",
             needs=("torchao",),
+        ),
+        Technique(
+            "FP8 products",
+            "time: products of trained weights, and copies of these in 16 bits under mixed precision",
+            {"float8_products": True},
+            changes="both factors of a product are rounded to 8 bits, 3.7% of the product (root mean square)",
+            refused=_products_refused,
+            prepare=lambda site: multiply_in_float8(site.model),
         ),
         Technique(
             "streamed trained weights",

@@ -35,6 +35,7 @@ from lowtide.engine.weights.quantized import is_quantized
 from lowtide.memory import table
 from lowtide.memory.activations.checkpointing import POLICIES
 from lowtide.memory.activations.offloading import ActivationOffload
+from lowtide.memory.kernels.float8_products import in_8_bits
 from lowtide.memory.optimizers.compressed_adamw import CompressedAdamW
 from lowtide.memory.optimizers.optimizer_in_backward import OptimizerInBackward
 from lowtide.memory.table import TECHNIQUES
@@ -125,6 +126,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "streamed base weights": FROM_FILES,
     "FP8 base weights": ADAPTERS,
     "NVFP4 base weights": ADAPTERS,
+    "FP8 products": {"bf16": True},
     "packing": {"per_device_train_batch_size": ROWS},
 }
 """Options of the plain run of a technique, and of its model; those that the technique does not set itself are of both
@@ -198,6 +200,11 @@ EXCLUDED: Mapping[frozenset[str], str] = {
     **{frozenset({"streamed trained weights", form}): "are frozen" for form in FEWER_BITS},
     **{frozenset({"attention heads in turn", form}): "is quantized and cannot be cut" for form in FEWER_BITS},
     frozenset({"NVFP4 base weights", "fused layers"}): "neither a plain matrix",
+    **{frozenset({"FP8 products", form}): "no layer has a trained matrix" for form in (*FEWER_BITS, "LoRA-FA")},
+    frozenset({"FP8 products", "streamed base weights"}): "would be a resident copy",
+    frozenset({"FP8 products", "fused layers"}): "products in 16 bits",
+    frozenset({"FP8 products", "compiled layers"}): "compiled layers replace",
+    frozenset({"FP8 products", "compiled layers within an activation budget"}): "compiled layers replace",
 }
 """Pairs that are refused, with the reason."""
 BAND, FOUR_BITS, OTHER_OPTIMIZER = 0.03, 0.1, 0.3
@@ -711,6 +718,7 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "streamed base weights": lambda run, plain: _streams(run) and _streams_the_frozen(run),
     "streamed trained weights": lambda run, plain: _streams(run) and _in_backward(run, plain),
     "FP8 base weights": lambda run, plain: any(stored(module) for module in run.trainer.model.modules()),
+    "FP8 products": lambda run, plain: any(map(in_8_bits, run.trainer.model.modules())),
     "NVFP4 base weights": lambda run, plain: any(map(is_quantized, run.trainer.model.parameters())),
     "optimizer in backward, two passes": lambda run, plain: _in_backward(run, plain) and run.graphs >= 2 * plain.graphs,
     "compressed AdamW": _compressed("exact"),
@@ -748,6 +756,7 @@ BY_ITSELF = "a fused layer computes again by itself, where no module is passed"
 SEVERAL = "gradients of several micro-batches are kept to the end of the step"
 CANNOT_ACT: Mapping[tuple[str, str], str] = {
     ("gradient checkpointing", "fused layers"): BY_ITSELF,
+    ("bfloat16 mixed precision", "FP8 products"): "products in 8 bits are of runs that have it anyway",
     ("checkpointing of every k-th layer", "fused layers"): BY_ITSELF,
     **{(name, "checkpointing of every k-th layer"): EVERY_OTHER for name in TECHNIQUES if "checkpointing" in name},
     **{
@@ -830,4 +839,5 @@ def check_pair(kind: str, first: Technique, second: Technique) -> None:
             alone = known_run(kind, False, tuple(sorted(single.items())))
         halves = torch.bfloat16 in alone.dtypes or lossy[0].name == "Muon"  # it makes gradients orthogonal in bfloat16
         within = HALF if halves else ROUNDING
+        within = 2 * HALF if lossy[0].name == "FP8 products" else within  # other sums, and so other numbers of 8 bits
         check_equal(run, alone, bits=exact[0].name in BITWISE, within=within)

@@ -37,6 +37,7 @@ from lowtide.compat.transformers import (
     run_checkpointed,
 )
 from lowtide.memory.allocators.out_of_memory import first_line
+from lowtide.memory.kernels.float8_products import in_8_bits
 from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.layers import float8
@@ -87,7 +88,7 @@ NORMS = {
     "post_attention_layernorm": (("input_layernorm", "post_attention_layernorm"), (None, None)),
 }  # fmt: skip
 """By the first of these norms that a layer has: which are before its halves, and which after them."""
-OWN = ("lowtide.engine.layers.", "lowtide.engine.weights.quantized")
+OWN = ("lowtide.engine.layers.", "lowtide.engine.weights.quantized", "lowtide.memory.kernels.float8_products")
 """Whose functions may stand in place of the forward of a linear layer or a dropout: no number changes."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Relative distance of outputs and gradients that rounding explains in the proof, by dtype; 16 bits have the next.
@@ -365,9 +366,8 @@ def _projection(module: Any, dtype: torch.dtype) -> Projection | str:
         return f"one of its linear layers is a {kind}, whose weight is neither a plain matrix nor one in 4 bits"
     if isinstance(lora, str):
         return lora
-    in_8_bits = float8.stored(linear) is not None
-    codes: Any = partial(float8.stored, linear)  # asked for anew each time: streamed weights come and go
-    dense = (lambda wanted: codes().dense(wanted)) if in_8_bits else dense_of(linear)
+    stored: Any = partial(float8.stored, linear)  # asked for anew each time: streamed weights come and go
+    dense = dense_of(linear) if stored() is None else lambda wanted: stored().dense(wanted)
     given = [linear.bias, *(lora or ())[:2], *([linear.weight] if dense is None else [])]
     dtypes = {each.dtype for each in given if isinstance(each, Tensor)}
     computed_in = getattr(linear, "compute_dtype", None)
@@ -375,10 +375,10 @@ def _projection(module: Any, dtype: torch.dtype) -> Projection | str:
         return f"its 4-bit weights compute in {computed_in}, and other products in {dtype}"
     if autocast_dtype(linear.weight.device) is None and dtypes - {dtype}:
         return f"weights and adapters are of {dtype} and {min(map(str, dtypes - {dtype}))} without mixed precision"
-    multiplied = in_8_bits and dtype == torch.bfloat16 and float8.multiplies_on(linear.weight)
-    return Projection(
-        linear.weight, linear.bias, None if lora is None else _adapter(lora), dense, codes if multiplied else None
-    )
+    rows = stored if stored() is not None else partial(float8.in_rows, linear.weight) if in_8_bits(linear) else None
+    if dtype != torch.bfloat16 or not float8.multiplies_on(linear.weight):
+        rows = None
+    return Projection(linear.weight, linear.bias, None if lora is None else _adapter(lora), dense, rows)
 
 
 def _adapter(lora: PlainLora) -> Adapter:

@@ -44,6 +44,7 @@ OURS = {
     "fused_layers": "layers run operation by operation, and keep more",
     "base_weights": "weights that are not trained are on the device, all at once",
     "base_dtype": "weights that are not trained stay in the precision that they are loaded in",
+    "float8_products": "products are in the precision of the run",
     "trained_weights": "all weights and the optimizer's states are on the device at once",
     "fsdp_split_vocabulary": "head and embedding are gathered whole",
     "pipeline_parallel_size": "each device has all layers",

@@ -16,6 +16,7 @@ from tests.support.models.tiny_models import (
     shared,
     tokens,
 )
+from tests.support.references.distances import far
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -27,10 +28,6 @@ def _whole_float32(monkeypatch):
 
 def random(*shape: int, dtype: torch.dtype = torch.float32):
     return torch.randn(shape, device="cuda").to(dtype)
-
-
-def far(found, expected) -> float:
-    return float((found.detach().double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

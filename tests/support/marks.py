@@ -1,11 +1,13 @@
-"""Which cells of a parametrized test are slow."""
+"""Which cells of a parametrized test are slow, and where Triton's interpreter can run."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 
 def slow_but(quick: Iterable[Any], values: Iterable[Any], swept: Iterable[Any] = ()) -> list[Any]:
@@ -28,3 +30,10 @@ def _slow(value: Any, *, swept: bool) -> Any:
     """A tuple is of several parameters."""
     marks = (pytest.mark.slow, *[pytest.mark.sweep] * swept)
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
+
+
+NEEDS_TRITON = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which comes with the CUDA builds of torch"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here instead of interpreting: see tests/gpu"),
+]
+"""Of a case that runs kernels in Triton's interpreter."""

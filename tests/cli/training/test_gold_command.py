@@ -10,7 +10,7 @@ import pytest
 
 from lowtide.cli.main import main
 from tests.support.runs.commands import SMALL, check_flags_and_file, flags_of
-from tests.trainers.methods.test_gold import model, rows, tokenizers
+from tests.support.runs.two_tokenizers import model, rows, tokenizers
 
 
 @pytest.fixture

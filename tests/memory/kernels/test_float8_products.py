@@ -4,16 +4,20 @@ import copy
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.memory.kernels.float8_products import in_8_bits, multiply_in_float8
+from lowtide.ops.layers.float8 import in_rows
 from lowtide.ops.layers.lora_linear import Projection, Projections
-from tests.ops.layers.test_lora_linear import far
 from tests.support.models.adapted_models import build
+from tests.support.references.distances import far
+from tests.support.runs.distilling import losses
 from tests.support.runs.on_a_cpu import ON_A_CPU
-from tests.trainers.memory.test_base_dtype import ROWS, losses
+
+ROWS = [{"text": f"{one} + {one + 3} = {2 * one + 3}"} for one in range(16)]
 
 
 def test_values_and_gradients_of_a_layer():
@@ -35,8 +39,6 @@ def test_values_and_gradients_of_a_layer():
 def test_what_fused_layers_compute():
     weight = torch.nn.Parameter(torch.randn(48, 32))
     x, grad = torch.randn(9, 32).bfloat16(), torch.randn(9, 48).bfloat16()
-    from lowtide.ops.layers.float8 import in_rows
-
     parts = Projections([Projection(weight, float8=lambda: in_rows(weight.detach()))], torch.bfloat16)
     with torch.no_grad():
         parts.reduce(x)
@@ -67,8 +69,6 @@ def test_in_float32_nothing_changes():
 
 
 def trainer(tmp_path, model=None, **options):
-    from datasets import Dataset
-
     tokenizer = make_tokenizer()
     given = {"max_steps": 8, "learning_rate": 5e-3, "logging_steps": 1, "bf16": True, "save_strategy": "no"}
     return SFTTrainer(
@@ -87,8 +87,8 @@ def test_a_run_learns_as_in_bfloat16(tmp_path, checkpointing):
     found.train()
     fall = losses(plain)[0] - losses(plain)[-1]
     assert fall > 0.3
-    assert losses(found) != losses(plain)
-    assert losses(found)[-1] == pytest.approx(losses(plain)[-1], abs=0.15 * fall)
+    assert not torch.equal(losses(found), losses(plain))
+    assert abs(losses(found)[-1] - losses(plain)[-1]) < 0.15 * fall
 
 
 def test_refused(tmp_path):

@@ -14,7 +14,8 @@ from lowtide.ops.layers.float8 import (
     multiplies,
     product,
 )
-from tests.ops.layers.test_layer_kernels import NEEDS_TRITON, far
+from tests.support.marks import NEEDS_TRITON
+from tests.support.references.distances import far
 
 HALF_A_STEP = 2**-4
 """Of a number with 3 bits behind the leading one, the most that rounding moves it by, relatively."""

@@ -4,20 +4,16 @@ The plain twins run everywhere. The Triton kernels run in Triton's interpreter w
 leave a part of a block over (`TRITON_INTERPRET=1`, which `tests/conftest.py` sets where there is no GPU).
 """
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from lowtide.ops.layers import layer_kernels
 from lowtide.ops.layers.layer_kernels import Norm, gate_backward_, gate_product, rms_norm, rms_norm_backward, rotate_
+from tests.support.marks import NEEDS_TRITON
+from tests.support.references.distances import far
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
-NEEDS_TRITON = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which comes with the CUDA builds of torch"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here instead of interpreting: see tests/gpu"),
-]
 
 
 @pytest.fixture(params=["plain", pytest.param("triton", marks=NEEDS_TRITON)], autouse=True)
@@ -38,10 +34,6 @@ def dtype(request, kernels):
 
 def random(*shape: int, dtype: torch.dtype = torch.float32):
     return torch.randn(shape).to(dtype)
-
-
-def far(found, expected) -> float:
-    return float((found.detach().double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -10,6 +10,7 @@ from torch import nn
 from lowtide.compat.peft import plain_lora
 from lowtide.ops.layers.float8 import in_rows, linear
 from lowtide.ops.layers.lora_linear import Adapter, Projection, Projections
+from tests.support.references.distances import far
 
 SIZES = {"one": 10, "two": 6, "three": 14}
 
@@ -145,7 +146,3 @@ def test_products_in_8_bits(bias):
     exact = sum(grad.double() @ weight.dense(torch.float64) for grad, weight in zip(grads, weights, strict=True))
     exact += 0.5 * (grads[1].double() @ adapter.second.double()) @ adapter.first.double()
     assert 0.01 < far(back, exact) < 0.06
-
-
-def far(found, expected) -> float:
-    return float((found.double() - expected).norm() / expected.norm())

@@ -7,8 +7,8 @@ import torch
 
 from lowtide.ops.logits.across_vocabularies import LEAST, NO_SPAN, Across, Common, Spans
 from lowtide.ops.logits.linear_logprobs import Projection, Teacher, Term, linear_loss
-from tests.ops.logits.test_divergence import PROJECTIONS, WANT, Problem, dense, divergence, logits_of
 from tests.support.memory.live_bytes import LivingBytes
+from tests.support.references.divergences import PROJECTIONS, WANT, Problem, dense, divergence, logits_of
 
 OURS, THEIRS = torch.tensor([3, 0, 11, 20]), torch.tensor([0, 5, 1, 28])
 WAYS = {

@@ -13,36 +13,18 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide import GKDConfig, GKDTrainer, GOLDConfig, GOLDTrainer
-from lowtide.data.byte_pairs import learn_tokenizer
 from lowtide.data.two_tokenizers import Span, TwoTokenizers, aligned, spoken
 from tests.support.marks import slow_but
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of
-from tests.support.references.parity_world import SMALL, sums
 from tests.support.runs.distilling import SETTINGS, losses, weights
+from tests.support.runs.two_tokenizers import TEXTS, model, rows, tokenizers
 from tests.support.texts.word_tokenizers import tokenizer_of
 
-TEXTS = [f"{ask} {answer}" for ask, answer in sums(60, 3)]
 TEXT = "the quick text"
 WRITTEN = {"lmbda": 1.0, "max_completion_length": 9}
-
-
-def tokenizers() -> tuple[Any, Any]:
-    """The student's and the teacher's, learned from other texts, of other sizes."""
-    return learn_tokenizer(TEXTS, 300), learn_tokenizer([text[::-1] for text in TEXTS] + TEXTS[:2], 290)
-
-
-def model(kind: str, vocab: int, seed: int, **more: Any) -> Any:
-    torch.manual_seed(seed)
-    config = SMALL | {"model_type": kind, "vocab_size": vocab} | more
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float64)
-
-
-def rows(count: int = 12, seed: int = 0) -> Dataset:
-    return Dataset.from_list([{"prompt": ask, "completion": f" {answer}"} for ask, answer in sums(count, seed)])
 
 
 def make_gold(folder: Path, trainer: Any = GOLDTrainer, config: Any = GOLDConfig, **options: Any) -> Any:

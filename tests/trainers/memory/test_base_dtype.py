@@ -3,6 +3,7 @@ weights; what is refused."""
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.engine.weights.merging import save_merged
 from lowtide.engine.weights.quantized import dense_weight, is_quantized
 from lowtide.ops.layers.float8 import FORMAT, in_rows, stored
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.runs.distilling import losses
 
 ROWS = [{"text": f"{one} + {one + 3} = {2 * one + 3}"} for one in range(16)]
@@ -64,7 +67,7 @@ def test_in_float32_a_run_is_that_of_the_rounded_weights(tmp_path, fused, checkp
     found = trainer(tmp_path, base_dtype="float8", fused_layers=fused, **options)
     layers = [module for module in found.model.modules() if stored(module) is not None]
     assert len(layers) == 2 * 7
-    assert all(layer.weight.dtype == FORMAT and not layer.weight.requires_grad for layer in layers)
+    assert all(stored(layer).codes.dtype == FORMAT and not layer.weight.requires_grad for layer in layers)
     found.train()
     assert torch.allclose(losses(found), losses(expected), atol=1e-5)
     for name, value in adapters(found).items():
@@ -146,6 +149,30 @@ def test_a_run_falls_in_loss(tmp_path, dtype):
     exact = plain.model.layers[0].mlp.up_proj.weight.detach()
     off = float((dense_weight(layer, torch.float32) - exact).norm() / exact.norm())
     assert 0.5 < off / {"float8": 0.026, "nvfp4": 0.1}[dtype] < 1.2  # as the table of techniques says
+
+
+FORMS = ("float8", "nvfp4")
+
+
+def rank_main(rank: int, folder: str) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, 2):
+        for form in FORMS:
+            made = trainer(place / form / str(rank), base_dtype=form, per_device_train_batch_size=2)
+            made.train()
+            if rank == 0:
+                torch.save(adapters(made), place / f"{form}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_train_what_one_does(tmp_path):
+    pytest.importorskip("torchao")
+    run_ranks(rank_main, str(meeting_place(tmp_path)))
+    for form in FORMS:
+        alone = trainer(tmp_path / form, base_dtype=form)
+        alone.train()
+        for name, value in torch.load(tmp_path / f"{form}.pt").items():
+            assert torch.allclose(value, adapters(alone)[name], atol=1e-4)
 
 
 def test_refused(tmp_path):

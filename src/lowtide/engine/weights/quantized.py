@@ -38,7 +38,7 @@ INSTEAD = (
 
 def is_quantized(weight: Tensor) -> bool:
     """Whether a weight is stored otherwise than as the numbers that it stands for."""
-    return not weight.is_floating_point() or weight.dtype == float8.FORMAT or _is_torchao(weight)
+    return not weight.is_floating_point() or _is_torchao(weight)
 
 
 def put_in_float8(layer: nn.Linear, device: torch.device) -> None:

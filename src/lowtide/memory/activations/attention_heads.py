@@ -100,7 +100,7 @@ def _why_not(module: Any, chunks: int) -> str | None:
         linear = getattr(part, "base_layer", part)
         if type(linear) is not nn.Linear:
             return f"{name} is a {type(linear).__name__}, whose weight cannot be cut. Leave attention_head_chunks out"
-        if linear.weight.element_size() == 1 or is_traceable_wrapper_subclass(linear.weight):
+        if not linear.weight.is_floating_point() or is_traceable_wrapper_subclass(linear.weight):
             return f"the weight of {name} is quantized and cannot be cut. Leave attention_head_chunks out"
     for name, parameter in module.named_parameters():
         if _share(module, name, parameter.shape) is None:

@@ -183,8 +183,7 @@ def _experts_differ(module: Any) -> str | None:
 @torch.no_grad()
 def _tiles_differ(module: nn.Module, width: int, parameters: Sequence[Tensor]) -> str | None:
     """The proof: five random tokens together, and in tiles of two."""
-    plain_numbers = [p for p in parameters if p.is_floating_point() and p.element_size() > 1]  # FP8 is quantized
-    like = plain_numbers[0] if plain_numbers else torch.empty(0, device=parameters[0].device)
+    like = next((p for p in parameters if p.is_floating_point()), torch.empty(0, device=parameters[0].device))
     x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0)).to(like)
     plain = own_forward(module)
     with _evaluation(module):
@@ -195,7 +194,7 @@ def _tiles_differ(module: nn.Module, width: int, parameters: Sequence[Tensor]) -
             return f"does not take one tensor [1, tokens, {width}] ({error})"
     if not isinstance(whole, Tensor) or whole.shape != x.shape:
         return "does not return one tensor of the shape of its input"
-    quantized = len(plain_numbers) < len(parameters)  # computed in 16 bits, whatever comes out
+    quantized = any(not p.is_floating_point() for p in parameters)  # computed in 16 bits, whatever comes out
     rounding = torch.finfo(torch.bfloat16 if quantized else whole.dtype).eps
     far = (whole - tiles).abs().max() > rounding**0.5 * whole.abs().max()
     return "gives other values for tiles than for all tokens" if far else None

@@ -84,15 +84,15 @@ SCALES = "row_scales"
 
 
 def store(layer: nn.Linear, rows: RowScaled) -> None:
-    """Has a linear layer hold its weight in 8 bits, frozen."""
-    layer.weight = nn.Parameter(rows.codes, requires_grad=False)
+    """Has a linear layer hold its weight in 8 bits, frozen; as bytes, which ranks can send to one another."""
+    layer.weight = nn.Parameter(rows.codes.view(torch.uint8), requires_grad=False)
     layer.register_buffer(SCALES, rows.scales, persistent=False)
 
 
 def stored(layer: nn.Module) -> RowScaled | None:
     """The weight of a layer that is stored in 8 bits; None of others."""
     scales: Any = getattr(layer, SCALES, None)
-    return None if scales is None else RowScaled(cast(Any, layer).weight, scales)
+    return None if scales is None else RowScaled(cast(Any, layer).weight.view(FORMAT), scales)
 
 
 def linear(x: Tensor, weight: RowScaled) -> Tensor:

@@ -56,7 +56,7 @@ def test_rows_without_memory_launch_no_kernel():
         rows = TritonRows(logits, target, Projection())
         stats = rows.stats(Want(entropies=True, top1=True), keep=True)
         rows.gradient(Slopes(stats.logprobs, stats.entropies), stats.entropies)
-    assert [len(column) for column in stats] == [3, 3, 0, 3, 3, 0, 0]
+    assert [len(column) for column in stats] == [3, 3, 0, 3, 3, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,12 @@ def declare_tied(model: nn.Module, tied: dict[str, str]) -> None:
     whole.all_tied_weights_keys = {**(getattr(whole, "all_tied_weights_keys", None) or {}), **tied}
 
 
+def kept_wide(model: nn.Module) -> set[str]:
+    """Names of modules that a model keeps in float32, and casts its activations to the dtype of (T5's `wo`)."""
+    kept: Any = model
+    return {*(kept._keep_in_fp32_modules or ()), *(kept._keep_in_fp32_modules_strict or ())}
+
+
 def names_not_saved(model: nn.Module) -> set[str]:
     """The names of a model's `state_dict` that `save_pretrained` leaves out."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from lowtide.compat.peft import adapters_that_read_weights, linears_beside_adapters
+from lowtide.compat.transformers import kept_wide
+from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.loading import has_adapters
 from lowtide.engine.weights.quantized import is_quantized, put_in_float8, put_in_nvfp4
 from lowtide.engine.weights.reference_storage import layer_lists
@@ -26,8 +28,8 @@ STORED: dict[str, Callable[[nn.Linear, torch.device], None]] = {FLOAT8: put_in_f
 
 
 def store_base(model: nn.Module, args: Any) -> None:
-    """Stores the frozen weights of a model's layers as `base_dtype` says; embeddings, head and what is no matrix with
-    sizes that are multiples of 16 stay as they are.
+    """Stores the frozen weights of a model's layers as `base_dtype` says; embeddings, head, what the model keeps in
+    float32 and what is no matrix with sizes that are multiples of 16 stay as they are.
 
     Args:
         model: with its adapters.
@@ -39,7 +41,10 @@ def store_base(model: nn.Module, args: Any) -> None:
     wanted = getattr(args, "base_dtype", None)
     if wanted is None:
         return
-    layers = [layer for stack in layer_lists(model) for layer in linears_beside_adapters(stack)]
+    wide = kept_wide(causal_model(model))
+    left = {id(layer) for name, layer in model.named_modules() if not wide.isdisjoint(name.split("."))}
+    found = (layer for stack in layer_lists(model) for layer in linears_beside_adapters(stack))
+    layers = [layer for layer in found if id(layer) not in left]
     _check(model, wanted, layers)
     for layer in layers:
         if not layer.weight.requires_grad and fits(layer.weight):

@@ -88,7 +88,7 @@ def test_columns_without_a_format():
 
 def test_the_command_names_what_it_has(tmp_path, capsys):
     rows, model = tmp_path / "rows.jsonl", tmp_path / "model"
-    rows.write_text('{"question": "a b c", "body": "d"}\n')
+    rows.write_text('{"text": "a b c"}\n')
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama"}')
     given = ["--model", str(model), "--dataset", str(rows), "--output_dir", str(tmp_path / "out")]

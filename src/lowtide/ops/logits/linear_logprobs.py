@@ -245,7 +245,8 @@ def linear_loss(
         assert spec.split is not None or teacher.split is None or teacher.split.same_scores
         assert teacher.across is None or (spec.split is None and teacher.split is None)
     total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale, old), index, target, bias, *_flat(terms))
-    return total, _wanted(spec.want, *stats)
+    across = teacher is not None and teacher.across is not None
+    return total, _wanted(spec.want, *stats, across=across)
 
 
 def read_logits(
@@ -364,6 +365,8 @@ def _wanted(
     collisions: Tensor,
     divergences: Tensor | None = None,
     span_slopes: Tensor | None = None,
+    *,
+    across: bool = False,
 ) -> TokenStats:
     return TokenStats(
         logprobs,
@@ -372,7 +375,7 @@ def _wanted(
         top1 if want.top1 else None,
         collisions if want.collisions else None,
         divergences if want.divergences else None,
-        span_slopes if span_slopes is not None and span_slopes.shape == logprobs.shape else None,
+        span_slopes if across else None,
     )
 
 

@@ -12,6 +12,7 @@ from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.memory.kernels.float8_products import in_8_bits, multiply_in_float8
 from lowtide.ops.layers.float8 import in_rows
 from lowtide.ops.layers.lora_linear import Projection, Projections
+from tests.support.marks import slow_but
 from tests.support.models.adapted_models import build
 from tests.support.references.distances import far
 from tests.support.runs.distilling import losses
@@ -79,7 +80,7 @@ def trainer(tmp_path, model=None, **options):
     )
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", slow_but([False], [False, True]))
 def test_a_run_learns_as_in_bfloat16(tmp_path, checkpointing):
     options = {"gradient_checkpointing": checkpointing}
     plain, found = trainer(tmp_path, **options), trainer(tmp_path, float8_products=True, **options)

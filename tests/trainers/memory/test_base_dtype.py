@@ -111,6 +111,7 @@ def test_what_is_saved_is_pefts_and_a_merge_has_the_values_that_were_trained_on(
     assert torch.allclose(found.float(), expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_resumed_as_if_it_had_not_stopped(tmp_path):
     whole = trainer(tmp_path / "whole", base_dtype="float8", bf16=True, max_steps=4)
     whole.train()

@@ -104,7 +104,7 @@ class ProcessReward(ModelReward):
 
     def _row(self, completed: Completed, number: int) -> StepRow:
         said = completed.completions[number]
-        text = said if isinstance(said, str) else str(str(in_words(said[-1].get("content"))))
+        text = said if isinstance(said, str) else str(in_words(said[-1].get("content")))
         if completed.tokenizer is None:
             raise ValueError(
                 f"process reward model {self.name!r} reads answers of one turn, and {completed.where(number)} may have "

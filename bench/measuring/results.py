@@ -47,6 +47,7 @@ SIDE_BY_SIDE = "side by side"
 RECURRENT = "recurrent"
 EVALUATION = "evaluation"
 FRONT_DOOR = "front door"
+BASE_DTYPE = "base dtype"
 FLOPS_PER_PARAMETER = 6
 """Of a token's forward and backward; a recomputed forward is not work that was asked for, and is counted apart."""
 FORWARD_FLOPS = 2

@@ -51,7 +51,7 @@ CASES = {
     ),
     "within a token budget": Case(BAYESIAN, {"tokens_per_microbatch": 400}),
     "padded by us": Case(BAYESIAN, {"padding_free": False}),
-    "lora": Case(BAYESIAN | {"learning_rate": 1e-2}, lora=True),
+    "lora": Case(BAYESIAN | {"learning_rate": 5e-3}, lora=True),  # where two probabilities trade places, gradients jump
 }
 QUICK = ("bayesian",)
 LONG = ()

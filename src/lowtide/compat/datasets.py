@@ -10,17 +10,12 @@ from typing import Any
 
 from datasets import config
 
+from lowtide.process.quiet_logs import only_from
 
-@contextlib.contextmanager
-def readers_silent() -> Iterator[None]:
+
+def readers_silent() -> contextlib.AbstractContextManager[None]:
     """Keeps the readers of files from logging what they raise as well."""
-    readers = logging.getLogger("datasets.packaged_modules")
-    before = readers.level
-    readers.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        readers.setLevel(before)
+    return only_from(logging.CRITICAL, "datasets.packaged_modules")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowtide.compat.gloo import gather_and_return, sum_and_return
 from lowtide.compat.torch import compare_recomputed_by
+from lowtide.process.quiet_logs import only_from
 
 INSTALL = "pip install deepspeed, or leave `deepspeed` out"
 SHARED_MEMORY = "deepspeed_shm_comm"
@@ -85,13 +86,8 @@ def schedule_arguments_of(kind: str) -> list[str] | None:
 def schedule_of(kind: str, arguments: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
     """A schedule of a config, whose `step` follows each step of the optimizer. One that resumes also sets the learning
     rates of its place, which DeepSpeed's own leave to the next step."""
-    log = logging.getLogger("DeepSpeed")
-    level = log.level
-    log.setLevel(logging.ERROR)  # it warns that no step came before, and there is none
-    try:
+    with only_from(logging.ERROR, "DeepSpeed"):  # it warns that no step came before, and there is none
         made = _schedule_class(kind)(optimizer, **arguments)
-    finally:
-        log.setLevel(level)
     if isinstance(made, torch.optim.lr_scheduler.LRScheduler):
         return made
 

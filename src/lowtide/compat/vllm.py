@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lowtide.process.quiet_logs import only_from
+
 VERSIONS = ((0, 30), (0, 32))
 """The first and the last that are known to work."""
 RELOAD = "vllm.model_executor.model_loader.reload"
@@ -64,11 +66,6 @@ def load_weights(worker: Any, weights: dict[str, Tensor]) -> None:
 
 def end_weights(worker: Any) -> None:
     """These were all: layers that nothing came for keep what they had, of which vLLM warns one by one."""
-    warner = logging.getLogger(f"{RELOAD}.layerwise")
-    level = warner.level
-    warner.setLevel(logging.ERROR)
-    try:
-        with part_of_vllm("vllm.config").set_current_vllm_config(worker.vllm_config):
-            part_of_vllm(RELOAD).finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)
-    finally:
-        warner.setLevel(level)
+    configured = part_of_vllm("vllm.config").set_current_vllm_config(worker.vllm_config)
+    with only_from(logging.ERROR, f"{RELOAD}.layerwise"), configured:
+        part_of_vllm(RELOAD).finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)

@@ -113,11 +113,11 @@ class TokenBytes:
 
 
 @dataclass(frozen=True)
-class Alike:
-    """How many tokens of an end are left out of what is compared."""
+class WithoutEnds:
+    """Whether the token that ends a text is left out of what is compared."""
 
     ours: bool = True
-    """Whether the student's last token is, where it ends the text; likewise the teacher's."""
+    """The student's; likewise the teacher's."""
     theirs: bool = True
 
 
@@ -137,7 +137,7 @@ class TwoTokenizers:
         *,
         ends: Sequence[int] = (),
         by_text: bool = True,
-        without_ends: Alike = Alike(),
+        without_ends: WithoutEnds = WithoutEnds(),
     ) -> None:
         self.student, self.teacher, self.ends, self.without_ends = student, teacher, frozenset(ends), without_ends
         self.ours = TokenBytes(student, "the student") if by_text else None

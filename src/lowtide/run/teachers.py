@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.torch import FakeTensor
 from lowtide.compat.transformers import attention_implementation
-from lowtide.data.two_tokenizers import Alike, TwoTokenizers
+from lowtide.data.two_tokenizers import TwoTokenizers, WithoutEnds
 from lowtide.engine.adapters import leaves_base
 from lowtide.engine.forward import causal_model, embedding_weight, install, vocabulary
 from lowtide.engine.heads.language_model import LanguageModel
@@ -138,7 +138,7 @@ class TeacherMaker(ReferenceMaker):
             )
         theirs = load_tokenizer(name, **init)
         assert student is not None, "a student that reads texts has a tokenizer"
-        ends_apart = Alike(args.uld_skip_student_eos, args.uld_skip_teacher_eos)
+        ends_apart = WithoutEnds(args.uld_skip_student_eos, args.uld_skip_teacher_eos)
         return TwoTokenizers(
             student,
             getattr(theirs, "tokenizer", theirs),

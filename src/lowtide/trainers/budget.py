@@ -19,6 +19,7 @@ from lowtide.planner.candidate import first_rows
 from lowtide.planner.plan import BelowWeights, PlanError, check_weights, make_plan, settings_text
 from lowtide.planner.tracing.fake_run import RunInputs
 from lowtide.planner.tracing_process import in_tracing_process
+from lowtide.process.quiet_logs import only_from
 from lowtide.run.options.training import TrainingConfig
 from lowtide.trainers.predictions import run_of
 
@@ -88,15 +89,9 @@ def fit_budget(
 @contextlib.contextmanager
 def _what_the_run_says_itself() -> Iterator[None]:
     """While it lasts nothing is warned of: options and rows are those of the run, which warns of them as it begins."""
-    ours = logging.getLogger("lowtide")
-    level = ours.level
-    ours.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        ours.setLevel(level)
+    with only_from(logging.CRITICAL, "lowtide"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _set(args: TrainingConfig, settings: Mapping[str, Any]) -> None:

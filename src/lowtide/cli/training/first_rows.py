@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ from lowtide.data.sources.places import entries
 from lowtide.methods import METHODS
 from lowtide.parsing import parse_json
 from lowtide.process.deferred_imports import without_collection
+from lowtide.process.quiet_logs import only_from
 
 if TYPE_CHECKING:
     from lowtide.data.formats.reading import RowFormat
@@ -122,7 +122,7 @@ def check_columns(given: Run) -> None:
     """
     if given.method not in METHODS.rows or given.what.datasets or sum(map(_size, _places(given))) > MOST_BYTES:
         return
-    with _unsaid():
+    with only_from(logging.ERROR, "lowtide"):  # the run itself warns of the same rows
         found = first_rows(given, 1)
         if found is not None:
             format_of(given, list(found[0][0]), given.method)
@@ -140,15 +140,3 @@ def _size(name: str) -> int:
     path = Path(name).expanduser()
     files = entries(path) if path.is_dir() else [path] if path.is_file() else []
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-@contextmanager
-def _unsaid() -> Iterator[None]:
-    """Leaves warnings to the run itself, which reads the same rows."""
-    logger = logging.getLogger("lowtide")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

@@ -246,7 +246,7 @@ def linear_loss(
         assert teacher.across is None or (spec.split is None and teacher.split is None)
     total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale, old), index, target, bias, *_flat(terms))
     across = teacher is not None and teacher.across is not None
-    return total, _wanted(spec.want, *stats, across=across)
+    return total, _wanted(spec.want, *(stats if across else stats[:-1]))
 
 
 def read_logits(
@@ -365,8 +365,6 @@ def _wanted(
     collisions: Tensor,
     divergences: Tensor | None = None,
     span_slopes: Tensor | None = None,
-    *,
-    across: bool = False,
 ) -> TokenStats:
     return TokenStats(
         logprobs,
@@ -375,7 +373,7 @@ def _wanted(
         top1 if want.top1 else None,
         collisions if want.collisions else None,
         divergences if want.divergences else None,
-        span_slopes if across else None,
+        span_slopes,
     )
 
 

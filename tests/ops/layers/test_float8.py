@@ -52,6 +52,14 @@ def test_rows_are_rounded_to_the_nearest_number(kernels, dtype, with_factors):
     assert found.codes[3].double().abs().sum() == 0
 
 
+def test_rows_of_any_strides(kernels):
+    x = torch.randn(20, 7)
+    for strided in (x.t(), x[:1, :1].expand(5, 16), x[::2]):
+        found, expected = in_rows(strided), in_rows(strided.contiguous())
+        assert torch.equal(found.scales, expected.scales)
+        assert torch.equal(found.codes.float(), expected.codes.float())
+
+
 def exact(rows: RowScaled) -> torch.Tensor:
     return rows.codes.double() * rows.scales.double()
 

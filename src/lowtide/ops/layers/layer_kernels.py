@@ -57,8 +57,8 @@ def launch(kernel: str, grid: Sequence[int], read: Sequence[Tensor], written: Se
     Args:
         kernel: its name.
         grid: of programs.
-        read: its first arguments.
-        written: those after them; what is read too stands here alone.
+        read: its first arguments, of any strides.
+        written: those after them, contiguous; what is read too stands here alone.
         values: the others, by name.
     """
     first = written[0]
@@ -66,8 +66,9 @@ def launch(kernel: str, grid: Sequence[int], read: Sequence[Tensor], written: Se
         return  # a plan of memory: what was allocated is all there is to see
     from lowtide.ops.layers import layer_triton
 
+    whole = (each.contiguous() for each in read)  # a gradient of a sum may be one number, expanded
     with torch.cuda.device_of(first):
-        getattr(layer_triton, kernel)[tuple(grid)](*read, *written, **values)
+        getattr(layer_triton, kernel)[tuple(grid)](*whole, *written, **values)
 
 
 # -- norms --------------------------------------------------------------------------------------------------------

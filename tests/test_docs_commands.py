@@ -19,7 +19,7 @@ from lowtide.demo.data import make_questions
 from lowtide.demo.model import make_model, make_tokenizer
 from lowtide.demo.preferences import labelled_rows, pair_rows
 from tests.support.models import classifying, masked_texts, pairs_of_texts, replaced_tokens, tagging, vision_models
-from tests.support.models.classifiers import classifier
+from tests.support.models.classifiers import classifier, step_classifier
 from tests.support.pages.pages import DOCS, PAGES, command_lines, write_my_module
 
 QUESTIONS = make_questions(10, seed=0)[0][:16]
@@ -140,8 +140,9 @@ def lay_out(words: list[str], method: str) -> None:
             Path(name).write_text(yaml.safe_dump(run), encoding="utf-8")
     write_my_module()
     if not Path("org").exists():
-        classifier(vocab_size=len(make_tokenizer())).save_pretrained("org/reward-model")
-        make_tokenizer().save_pretrained("org/reward-model")
+        for name, build in (("reward-model", classifier), ("process-model", step_classifier)):
+            build(vocab_size=len(make_tokenizer())).save_pretrained(f"org/{name}")
+            make_tokenizer().save_pretrained(f"org/{name}")
 
 
 def to_run(page: str) -> list[list[str]]:

@@ -1,5 +1,8 @@
 """What `lowtide.compat.datasets` takes from the inside of datasets is there."""
 
+import subprocess
+import sys
+
 from datasets import Dataset, Features, Image, List
 
 from lowtide.compat.datasets import fingerprint_of, stream_format, with_features
@@ -24,3 +27,21 @@ def test_rows_are_read_under_other_features_that_are_stored_alike():
     other = with_features(dataset, Features({"a": List(Image(decode=False))}))
     assert other[0] == {"a": [{"bytes": b"x", "path": None}]}, "Dataset._info.features no longer says how rows are read"
     assert "Image" not in str(dataset.features)
+
+
+STREAMS = """
+import torch.utils.data
+from datasets import Dataset
+from lowtide.compat.datasets import without_torch
+
+rows = Dataset.from_dict({"a": [1]})
+with without_torch():
+    found = isinstance(rows.to_iterable_dataset(), torch.utils.data.IterableDataset)
+print(found, isinstance(rows.to_iterable_dataset(), torch.utils.data.IterableDataset))
+"""
+
+
+def test_streams_that_are_made_without_torch_are_torchs_where_it_is_there_already():
+    """torch remembers what it once said of a class: of all streams of the process."""
+    found = subprocess.run([sys.executable, "-c", STREAMS], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "True True"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +21,10 @@ def readers_silent() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def without_torch() -> Iterator[None]:
-    """Streams that are made within do not import torch, to inherit from its class of streams."""
+    """Streams that are made within do not import torch, to inherit from its class of streams. Where torch is there
+    already they inherit from it: it would remember of the class of all streams that it is none of its own."""
     before = config.TORCH_AVAILABLE
-    config.TORCH_AVAILABLE = False
+    config.TORCH_AVAILABLE = before and "torch" in sys.modules
     try:
         yield
     finally:

@@ -1,7 +1,12 @@
-"""A tiny sequence classifier with one label: a reward model."""
+"""Tiny reward models: a sequence classifier with one label, and one of tokens with two, for steps of completions."""
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
 
 SIZES = {
     "vocab_size": 259,
@@ -19,3 +24,9 @@ def classifier(model_type: str = "llama", **changes) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
     return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def step_classifier(model_type: str = "llama", **changes) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, "num_labels": 2, **changes})
+    return AutoModelForTokenClassification.from_config(config).eval()

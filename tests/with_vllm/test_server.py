@@ -13,7 +13,9 @@ import lowtide
 from lowtide.engine.forward import install
 from lowtide.rollout.generators.vllm.http import ServerError
 from lowtide.rollout.generators.vllm.label import StaleWeights
+from lowtide.rollout.generators.vllm.limits import Limits
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
+from lowtide.rollout.generators.vllm.weights import Copies, buckets, to_bytes
 from tests.support.references.parity_world import lora, tokenizer
 from tests.support.vllm.vllm_world import (
     REQUESTS,
@@ -34,7 +36,7 @@ pytestmark = needs_vllm
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serving(save(tmp_path_factory.mktemp("served"))) as running:
+    with serving(save(tmp_path_factory.mktemp("served")), "--max_lora_rank", "8") as running:
         yield running
 
 
@@ -79,15 +81,39 @@ def test_only_blocks_that_changed_travel_again(server: ServerProcess):
     assert sum(sent) < 0.8 * 4 * sum(p.numel() for p in model.parameters())
 
 
-def test_adapters_are_merged(server: ServerProcess):
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_travel_alone_or_merged(server: ServerProcess, dora: bool):
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=4, target_modules="all-linear", use_dora=dora, rank_pattern={"q_proj": 2})
+    model = get_peft_model(small_model(), config)
+    install(model)
+    generator = VLLMServerGenerator(server.url, model, timeout=60, limits=Limits(checked_every=1))
+    assert (generator.copied.merged is None) == (not dora)
+    for version in range(4):
+        generator.sync(model, version)
+        assert distance(model, generator.generate(model, REQUESTS, SAMPLING)) < TOLERANCE
+        moved(model, "lora_")
+
+
+def test_a_base_of_another_run_is_told_and_sent_again(server: ServerProcess, caplog):
     from peft import get_peft_model
 
     model = get_peft_model(small_model(), lora())
     install(model)
-    generator = VLLMServerGenerator(server.url, model, timeout=60)
+    generator = VLLMServerGenerator(server.url, model, timeout=60, limits=Limits(checked_every=1))
     generator.sync(model, 0)
+    base = small_model()
+    moved(base)
+    weights = to_bytes(next(buckets(Copies().lacking(base))))
+    label = generator.label
+    assert label is not None
+    generator.backend.begin(label)
+    generator.backend.send(label, weights)
+    generator.backend.end(label, 1)  # with this run's label, by which alone nothing would be told
     moved(model, "lora_")
     generator.sync(model, 1)
+    assert "All weights are sent again" in caplog.text
     assert distance(model, generator.generate(model, REQUESTS, SAMPLING)) < TOLERANCE
 
 

@@ -6,6 +6,7 @@ It runs where vLLM is installed, which may be another environment or machine tha
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from lowtide.compat.argparse import Subparsers
 
@@ -30,6 +31,14 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--gpu_memory_utilization", type=float, metavar="X", help="the share of memory that vLLM takes")
     add("--kv_cache_bytes", type=int, metavar="N", help="bytes of keys and values, in place of that share")
     add("--tensor_parallel_size", type=int, default=1, metavar="N", help="GPUs that it runs on [%(default)s]")
+    add(
+        "--max_lora_rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="take LoRA adapters of at most this rank without their base; 0: adapters come merged [%(default)s]",
+    )
+    add("--max_loras", type=int, default=4, metavar="N", help="versions of the adapter held at a time [%(default)s]")
     add("--model_impl", choices=("auto", "vllm", "transformers"), default="auto", help="whose model code it runs")
     add("--structured_outputs_regex", metavar="TEXT", help="what completions must match")
     add("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
@@ -56,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
             kv_cache_bytes=arguments.kv_cache_bytes,
             tensor_parallel_size=arguments.tensor_parallel_size,
             model_impl=arguments.model_impl,
+            max_lora_rank=arguments.max_lora_rank,
+            max_loras=arguments.max_loras,
             structured_outputs_regex=regex,
             trust_remote_code=arguments.trust_remote_code,
         )
@@ -68,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         "model": facts.model,
         "max_model_length": facts.max_model_length,
         "shapes": facts.shapes,
+        "dtype": facts.dtype,
+        "adapters": asdict(facts.adapters),
         "regex": regex,
     }
     serve(Service(engine, info), arguments.host, arguments.port)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lowtide.compat.vllm import check_version
 from lowtide.engine.forward import causal_model, embedding_weight
+from lowtide.engine.weights.loading import has_adapters
 from lowtide.methods.online.rollouts import RolloutOptions
 from lowtide.ranks.world import launched
 from lowtide.rollout.generators.generator import Generator
@@ -18,7 +19,9 @@ from lowtide.rollout.generators.vllm.engine import Engine, EngineOptions
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator, check_model
 
 
-def make_vllm_generator(options: RolloutOptions, model: nn.Module, tokenizer: Any) -> tuple[Generator, str]:
+def make_vllm_generator(
+    options: RolloutOptions, model: nn.Module, tokenizer: Any, padding_free: bool = True
+) -> tuple[Generator, str]:
     """The generator that options ask for, and what it is in words.
 
     Raises:
@@ -26,7 +29,7 @@ def make_vllm_generator(options: RolloutOptions, model: nn.Module, tokenizer: An
         ValueError: it serves another model, vLLM is missing or of another version, or an option cannot work.
     """
     if options.vllm_mode == "server":
-        return _remote(options, model)
+        return _remote(options, model, padding_free)
     if launched() > 1:
         raise ValueError(
             f"vllm_mode='colocate' runs on one rank, and {launched()} are started: start a server beside them "
@@ -35,7 +38,7 @@ def make_vllm_generator(options: RolloutOptions, model: nn.Module, tokenizer: An
     return _colocated(options, model, tokenizer)
 
 
-def _remote(options: RolloutOptions, model: nn.Module) -> tuple[Generator, str]:
+def _remote(options: RolloutOptions, model: nn.Module, padding_free: bool) -> tuple[Generator, str]:
     if options.vllm_enable_sleep_mode:
         raise ValueError(
             "vllm_enable_sleep_mode=True is for vllm_mode='colocate': a server has memory of its own. Leave it out"
@@ -47,8 +50,12 @@ def _remote(options: RolloutOptions, model: nn.Module) -> tuple[Generator, str]:
         timeout=options.vllm_server_timeout,
         regex=options.vllm_structured_outputs_regex,
         limits=options.server_limits,
+        padding_free=padding_free,
     )
-    return made, f"vLLM at {url}, which gets the weights in buckets"
+    if made.copied.merged is None:
+        return made, f"vLLM at {url}, which gets the weights of the base once, and then the adapters alone"
+    adapters = f": {made.copied.merged}" if has_adapters(model) else ""
+    return made, f"vLLM at {url}, which gets the weights in buckets{adapters}"
 
 
 def _colocated(options: RolloutOptions, model: nn.Module, tokenizer: Any) -> tuple[Generator, str]:

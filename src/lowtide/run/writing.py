@@ -117,7 +117,7 @@ def make_generator(
     if isinstance(options, RolloutOptions) and options.use_vllm:
         if in_stages:
             raise ValueError(f"use_vllm=True cannot have the weights of a model {STAGES}: leave one of them out")
-        return make_vllm_generator(options, model, tokenizer)
+        return make_vllm_generator(options, model, tokenizer, padding_free)
     with whole_vocabulary(model):
         reason = "runs padded" if not padding_free else why_not(model)
     if options.of_generate and reason is None:

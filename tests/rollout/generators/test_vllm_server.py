@@ -113,7 +113,7 @@ def test_completions_come_in_the_order_of_requests(server: Running, engine: Reme
     assert [[each.token_ids for each in group] for group in found] == [[[3, 2], [4, 2]], [[5, 2]]]
     assert all(each.finish == "stop" and each.written == [True, True] for group in found for each in group)
     assert all(number != number for number in found[0][0].plain_logprobs)
-    [[(turns, sampling)]] = engine.asked
+    [[(turns, sampling, _)]] = engine.asked
     assert [turn.token_ids for turn in turns] == [[5, 6], [5, 6], [7]]
     assert len({turn.seed for turn in turns}) == 3
     assert sampling == SAMPLING
@@ -145,7 +145,7 @@ def test_weights_are_copied_when_they_changed_and_only_then(server: Running, ser
         next(model.parameters()).add_(1.0)
     generator.sync(model, 1)
     assert [each["copy"] for each in copies] == [1, 1, 2, 2]
-    assert service.label == {"run": generator.run, "version": 1, "copy": 3}
+    assert service.labels == [{"run": generator.run, "version": 1, "copy": 3, "adapter": False}]
 
 
 def test_a_server_that_lost_them_gets_all_weights_again(server: Running, service: Service, engine: Remembers):
@@ -155,7 +155,7 @@ def test_a_server_that_lost_them_gets_all_weights_again(server: Running, service
     generator.sync(model, 0)
     generator.sync(model, 1)
     assert engine.coming.keys() == {"lm_head.weight"}
-    service.label = None
+    service.labels = []
     generator.sync(model, 2)
     assert engine.coming.keys() == model.state_dict().keys()
 
@@ -180,7 +180,7 @@ def test_no_more_completions_are_asked_for_at_a_time_than_are_allowed(server: Ru
 
     found = generator.generate(model, REQUESTS, SAMPLING)
 
-    assert [[turn.token_ids for turn in turns] for [(turns, _)] in engine.asked] == [[[5, 6], [5, 6]], [[7]]]
+    assert [[turn.token_ids for turn in turns] for [(turns, *_)] in engine.asked] == [[[5, 6], [5, 6]], [[7]]]
     assert [len(group) for group in found] == [2, 1]
     assert generator.generate(model, [], SAMPLING) == []
 
@@ -241,7 +241,7 @@ def test_what_is_refused_is_asked_for_once(server: Running, service: Service, en
     with pytest.raises(Refused, match="400"):
         generator.generate(model, REQUESTS, SAMPLING)
     service.info["max_model_length"] = 64
-    service.label = {"run": "another", "version": 0, "copy": 1}
+    service.labels = [{"run": "another", "version": 0, "copy": 1, "adapter": False}]
     with pytest.raises(StaleWeights):
         generator.generate(model, REQUESTS, SAMPLING)
 
@@ -410,7 +410,7 @@ def test_stale_weights(server: Running, service: Service):
     model = tiny_llama()
     generator = generator_at(server.url, model)
     generator.sync(model, 3)
-    service.label = {"run": generator.run, "version": 2, "copy": 1}
+    service.labels = [{"run": generator.run, "version": 2, "copy": 1, "adapter": False}]
     with pytest.raises(StaleWeights, match=r"stale weights: those after step 2 .* the policy is at step 3"):
         generator.generate(model, REQUESTS, SAMPLING)
 
@@ -419,7 +419,7 @@ def test_a_server_that_was_started_again(server: Running, service: Service):
     model = tiny_llama()
     generator = generator_at(server.url, model)
     generator.sync(model, 3)
-    service.label = None
+    service.labels = []
     with pytest.raises(StaleWeights, match="started again"):
         generator.generate(model, REQUESTS, SAMPLING)
 
@@ -445,11 +445,11 @@ def test_a_bucket_that_is_none(server: Running):
 
 
 def test_other_ranks_wait_for_the_first_to_send(server: Running, service: Service, monkeypatch: pytest.MonkeyPatch):
-    remote = "lowtide.rollout.generators.vllm.remote"
-    monkeypatch.setattr(f"{remote}._same_on_all_ranks", lambda run: "ours")
+    copied = "lowtide.rollout.generators.vllm.copied"
+    monkeypatch.setattr(f"{copied}._of_first", lambda run: "ours")
     model = tiny_llama()
     first, other = (generator_at(server.url, model, timeout=30.0) for _ in range(2))
-    monkeypatch.setattr(f"{remote}.distributed", lambda: threading.current_thread() is threading.main_thread())
+    monkeypatch.setattr(f"{copied}.distributed", lambda: threading.current_thread() is threading.main_thread())
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     other.calls.timeout = 0.3
     with pytest.raises(
@@ -526,16 +526,18 @@ def sampling(**more: Any) -> dict[str, Any]:
 def test_a_request_that_is_none_is_answered_400_before_anything_is_made(
     server: Running, service: Service, engine: Remembers, asked: Any, what: str
 ):
-    service.label = {"run": "a", "version": 0, "copy": 1}
-    asked = {**asked, "label": {}} if isinstance(asked, dict) else asked
+    service.labels = [label := {"run": "a", "version": 0, "copy": 1, "adapter": False}]
+    asked = {**asked, "label": label} if isinstance(asked, dict) else asked
     with pytest.raises(Refused, match=rf"refuses /generate \(400\): .*{what}"):
         Calls(server.url, 5.0).post("/generate", asked)
     assert not engine.asked
-    Calls(server.url, 5.0).post("/generate", {**ASKED, "label": {}})
+    Calls(server.url, 5.0).post("/generate", {**ASKED, "label": label})
     assert len(engine.asked) == 1
 
 
-@pytest.mark.parametrize("body", [{}, [], {"label": {"run": "a", "version": 0, "copy": 1}, "buckets": "1"}])
+@pytest.mark.parametrize(
+    "body", [{}, [], {"label": {"run": "a", "version": 0, "copy": 1, "adapter": False}, "buckets": "1"}]
+)
 @pytest.mark.parametrize("path", ["/weights/begin", "/weights/end"])
 def test_weights_that_are_announced_wrongly_are_answered_400(server: Running, path: str, body: Any):
     if path == "/weights/begin" and "label" in body:
@@ -545,7 +547,7 @@ def test_weights_that_are_announced_wrongly_are_answered_400(server: Running, pa
 
 
 def send_rows(server: Running, place: list) -> None:
-    calls, label = Calls(server.url, 5.0), {"run": "a", "version": 0, "copy": 1}
+    calls, label = Calls(server.url, 5.0), {"run": "a", "version": 0, "copy": 1, "adapter": False}
     calls.post("/weights/begin", {"label": label})
     data = save({"w": torch.ones(2, 3)}, {"places": json.dumps({"w": place})})
     calls.post_bytes("/weights/bucket", data, {"X-Run": "a"})

@@ -18,7 +18,7 @@ from lowtide.rollout.generators.vllm.secret import VARIABLE, secret_file, secret
 from lowtide.rollout.generators.vllm.server import Service
 from tests.support.vllm.remembering_server import INFO, Remembers, Running, serving
 
-LABEL = {"run": "a", "version": 0, "copy": 1}
+LABEL = {"run": "a", "version": 0, "copy": 1, "adapter": False}
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.support.models.tiny_llama import VOCAB
 
 INFO = {
     **{"server": "lowtide", "protocol": PROTOCOL, "model": "m", "max_model_length": 64, "regex": None},
+    **{"dtype": "float32", "adapters": {"rank": 0, "count": 0}},
     "shapes": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "model_type": "llama"},
 }
 
@@ -26,10 +27,12 @@ class Remembers:
 
     def __init__(self) -> None:
         self.weights: dict[str, torch.Tensor] = {}
+        self.adapters: dict[str, bytes] = {}
         self.asked: list = []
         self.logprobs = 2
 
     def begin(self) -> None:
+        self.adapters = {}
         self.coming: dict[str, torch.Tensor] = {}
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
@@ -41,8 +44,14 @@ class Remembers:
     def write(self, jobs: Any) -> list[list[WrittenTurn]]:
         self.asked.append(jobs)
         return [
-            [WrittenTurn([n + 3, 2], [-1.0] * self.logprobs, "stop") for n, _ in enumerate(turns)] for turns, _ in jobs
+            [WrittenTurn([n + 3, 2], [-1.0] * self.logprobs, "stop") for n, _ in enumerate(turns)] for turns, *_ in jobs
         ]
+
+    def put_adapter(self, name: str, data: bytes) -> None:
+        self.adapters[name] = data
+
+    def drop_adapter(self, name: str) -> None:
+        del self.adapters[name]
 
 
 class Running:

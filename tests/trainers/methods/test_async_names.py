@@ -60,7 +60,7 @@ def test_what_trl_has_there_alone_is_read(tmp_path):
     asked = {"token_budget": 100, "dtype": "bfloat16", "model_init_kwargs": {"revision": "x"}, "max_inflight_tasks": 6}
     read = config(tmp_path, **asked)
     assert (read.tokens_per_microbatch, read.model_init_kwargs) == (100, {"dtype": "bfloat16", "revision": "x"})
-    assert read.server_limits == Limits(600, 1800, 6, retries=2, pause=5.0)
+    assert read.server_limits == Limits(600, 1800, 6, retries=2, pause=5.0, checked_every=10, adapters_held=3)
     assert config(tmp_path, token_budget=-1).tokens_per_microbatch is None
     assert config(tmp_path, dtype="bfloat16", model_init_kwargs={"dtype": "float16"}).model_init_kwargs["dtype"] == (
         "float16"

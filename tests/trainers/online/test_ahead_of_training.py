@@ -35,6 +35,7 @@ def beside(folder: Path, url: str, **options: Any) -> Any:
     """A run whose next window is written while it learns from one."""
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "max_staleness": 2}
     server |= {"vllm_server_retries": 1, "vllm_server_retry_pause": 0.01}
+    server |= {"vllm_weight_check_interval": 0}  # which would write, too
     return online(folder, **{**WINDOW, **server, "max_steps": STEPS, "learning_rate": 2e-3} | options)
 
 

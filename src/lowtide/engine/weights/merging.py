@@ -165,7 +165,7 @@ def _in_dtype(value: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def checkpoint_weights(
-    model: nn.Module, wanted: Callable[[str], bool] = lambda module: True
+    model: nn.Module, wanted: Callable[[str], bool] = lambda module: True, *, adapted: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the merged model one by one, under the names that checkpoints of the model type have.
 
@@ -175,6 +175,7 @@ def checkpoint_weights(
     Args:
         wanted: of a module's name, whether its weights are. Where a model type's checkpoints name weights otherwise,
             all modules of a layer are to be wanted together.
+        adapted: with LoRA adapters in them; otherwise the weights that these were put on.
 
     Raises:
         ValueError: an adapter cannot be merged, or only one of two tied weights has adapters: then they are no longer
@@ -182,7 +183,7 @@ def checkpoint_weights(
     """
     base = causal_model(model)
     with torch.no_grad():
-        parts = list(effective_weights(base, "", None, embedding_weight(model).dtype))
+        parts = list(effective_weights(base, "", None, embedding_weight(model).dtype, adapted=adapted))
         tied, same = _tied(base, parts)
         if tied != same:
             name = sorted(tied - same)[0]
@@ -219,7 +220,7 @@ def _save_configs(model: PreTrainedModel, folder: Path, dtype: torch.dtype, *, u
 
 
 def effective_weights(
-    module: nn.Module, prefix: str, dtype: torch.dtype | None, dense: torch.dtype
+    module: nn.Module, prefix: str, dtype: torch.dtype | None, dense: torch.dtype, *, adapted: bool = True
 ) -> Iterator[Weights]:
     """All weights of a module and those below it, with its adapters in them, module by module.
 
@@ -227,6 +228,7 @@ def effective_weights(
         prefix: of their names.
         dtype: of all in floating point; by default each in its own.
         dense: the dtype of dequantized ones otherwise.
+        adapted: False leaves the adapters of layers out.
 
     Raises:
         ValueError: an adapter has a bias, and what it would be merged into has none.
@@ -242,21 +244,21 @@ def effective_weights(
     elif isinstance(module, TrainableTokensWrapper):
         module = wrapper.token_adapter
     while isinstance(module, BaseTunerLayer):
-        tuners.append(module)
+        tuners += [module] if adapted else []
         module = cast(nn.Module, module.base_layer)
     _check_biases(tuners, module, prefix)
     if own := _own(module):
-        adapted = any(set(tuner.active_adapters) & _adapters(tuner) for tuner in tuners)
-        names = {prefix + name: object() if adapted else tensor for name, tensor in own.items()}
+        merges = any(set(tuner.active_adapters) & _adapters(tuner) for tuner in tuners)
+        names = {prefix + name: object() if merges else tensor for name, tensor in own.items()}
 
         def make() -> dict[str, Tensor]:
-            twin = _merged(tuners, module) if adapted else _own(_dense(module))
+            twin = _merged(tuners, module) if merges else _own(_dense(module))
             return {prefix + name: _cast(twin[name], own[name], dtype, dense) for name in own}
 
         adapters = [each for tuner in tuners for each in tuner.modules() if each is not module]
         yield Weights(names, make, [module, *adapters])
     for name, child in module.named_children():
-        yield from effective_weights(child, f"{prefix}{name}.", dtype, dense)
+        yield from effective_weights(child, f"{prefix}{name}.", dtype, dense, adapted=adapted)
 
 
 def _check_biases(tuners: list[Any], module: nn.Module, prefix: str) -> None:

@@ -58,7 +58,8 @@ class AheadOptions(ReferredOptions):
     def server_limits(self) -> Limits:
         at_a_time = None if self.max_inflight_tasks < 0 else self.max_inflight_tasks
         times = {"request_timeout": self.request_timeout, "weight_sync_timeout": self.weight_sync_timeout}
-        return replace(super().server_limits, **times, max_inflight_tasks=at_a_time)
+        held = self.windows_ahead + 2  # those that windows are written by, and the newest
+        return replace(super().server_limits, **times, max_inflight_tasks=at_a_time, adapters_held=held)
 
     def check_rollouts(self) -> None:
         """As of any rollouts.

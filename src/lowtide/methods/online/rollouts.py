@@ -26,7 +26,7 @@ from lowtide.score_rules import ScoreRule
 NEEDLESS = "lowtide's own generator keeps the keys and values of what is being written, and nothing else"
 OF_SERVER = (
     *("vllm_server_retries", "vllm_server_retry_pause", "max_inflight_tasks", "request_timeout"),
-    "weight_sync_timeout",
+    *("weight_sync_timeout", "vllm_weight_check_interval"),
 )
 """Options that say how a server is asked."""
 BACKENDS = ("auto", "lowtide", "transformers")
@@ -206,6 +206,11 @@ class RolloutOptions(WritingOptions):
         NOT_NEGATIVE,
     )
     vllm_server_retry_pause: float = option(5.0, "Seconds before it is asked again.", NOT_NEGATIVE)
+    vllm_weight_check_interval: int = option(
+        10,
+        "Copies of the weights between two checks that a server writes by them, beginning with the first one. 0: none.",
+        NOT_NEGATIVE,
+    )
     vllm_group_port: int = option(51216, "Without effect.", COUNT)
     vllm_gpu_memory_utilization: float = option(0.3, "The share of the GPU that vLLM takes, colocated.", SHARE)
     vllm_max_model_length: int | None = option(None, "Most tokens of a prompt with its completion, colocated.", COUNT)
@@ -233,7 +238,11 @@ class RolloutOptions(WritingOptions):
     @property
     def server_limits(self) -> Limits:
         """What a server is held to, beside `vllm_server_timeout`."""
-        return Limits(retries=self.vllm_server_retries, pause=self.vllm_server_retry_pause)
+        return Limits(
+            retries=self.vllm_server_retries,
+            pause=self.vllm_server_retry_pause,
+            checked_every=self.vllm_weight_check_interval,
+        )
 
     @property
     def writes_as_teacher(self) -> bool:

@@ -5,6 +5,7 @@ vLLM's own takes weights where it is started with
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs \\
         --worker-extension-cls lowtide.rollout.generators.vllm.worker.WeightReceiver
 
+and adapters beside them with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank N --max-loras 4,
 in an environment that lowtide is installed in too. What it cannot do is refused with what is missing.
 """
 
@@ -12,15 +13,16 @@ from __future__ import annotations
 
 import base64
 import copy
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, Self
 
 from lowtide.rollout.generators.generator import Sampling
-from lowtide.rollout.generators.vllm.facts import Facts
+from lowtide.rollout.generators.vllm.facts import AdapterRoom, Facts
 from lowtide.rollout.generators.vllm.http import Calls, Refused
-from lowtide.rollout.generators.vllm.label import Label
+from lowtide.rollout.generators.vllm.label import ADAPTER_NAMES, Label
 from lowtide.rollout.generators.vllm.server import PROTOCOL
 from lowtide.rollout.generators.vllm.turns import UNKNOWN, Turn, WrittenTurn, answer_of_json, to_json
 from lowtide.rollout.generators.vllm.worker import RECEIVER
@@ -73,11 +75,14 @@ class LowtideServer(Spoken):
 
     def facts(self) -> Facts:
         """What it serves."""
-        return Facts(self.info["model"], self.info["max_model_length"], self.info["shapes"])
+        info = self.info
+        return Facts(
+            info["model"], info["max_model_length"], info["shapes"], info["dtype"], AdapterRoom(**info["adapters"])
+        )
 
-    def label(self) -> Any:
-        """The label of the weights that it holds."""
-        return self.calls.get("/info").get("label")
+    def labels(self) -> list[Any]:
+        """Those of the weights that it holds, and of adapters on them."""
+        return self.calls.get("/info")["labels"]
 
     def begin(self, label: Label) -> None:
         self.calls.post("/weights/begin", {"label": asdict(label)})
@@ -87,6 +92,14 @@ class LowtideServer(Spoken):
 
     def end(self, label: Label, buckets: int) -> None:
         self.calls.post("/weights/end", {"label": asdict(label), "buckets": buckets})
+
+    def send_adapter(self, label: Label, adapter: bytes) -> None:
+        """One more version beside those that it holds."""
+        self.calls.post_bytes("/adapters/put", adapter, {})
+
+    def drop_adapter(self, label: Label) -> None:
+        """One that nothing is written by any more."""
+        self.calls.post("/adapters/drop", {"label": asdict(label)})
 
     def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
         """The label of the weights that wrote, and what they did."""
@@ -100,7 +113,7 @@ class LowtideServer(Spoken):
             except Refused as error:
                 if error.status != 409:
                     raise
-                return self.label(), []
+                return held_of(self.labels(), label), []
             held = found.get("label") if held == label else held
             written += answer_of_json(found.get("completions"))
         return held, written
@@ -133,7 +146,7 @@ class VLLMServe(Spoken):
                 f"`{OWN}` in its place"
             )
         try:
-            self.label()
+            self.labels()
         except Refused as error:
             raise ValueError(
                 f"the server at {calls.url} is a `vllm serve` without lowtide in its workers: start it with "
@@ -141,34 +154,53 @@ class VLLMServe(Spoken):
             ) from error
 
     def facts(self) -> Facts:
-        return Facts(self.card["id"], self.card.get("max_model_len"), self._rpc("lowtide_shapes"))
+        told = self._rpc("lowtide_facts")
+        room = AdapterRoom(**told["adapters"])
+        return Facts(self.card["id"], self.card.get("max_model_len"), told["shapes"], told["dtype"], room)
 
     def _rpc(self, method: str, *args: str) -> Any:
         found = self.calls.post("/collective_rpc", {"method": method, "args": list(args)})
         return None if found is None else found["results"][0]
 
-    def label(self) -> Any:
-        return self._rpc("lowtide_label")
+    def labels(self) -> list[Any]:
+        return self._rpc("lowtide_labels")
 
     def begin(self, label: Label) -> None:
+        for each in self.calls.get("/v1/models")["data"]:  # those of a run that ended, too
+            if each["id"].startswith(ADAPTER_NAMES):
+                self.calls.tell("/v1/unload_lora_adapter", {"lora_name": each["id"]})
         self._rpc("lowtide_begin")
 
     def send(self, label: Label, bucket: bytes) -> None:
         self._rpc("lowtide_load_text", base64.b64encode(bucket).decode())
 
     def end(self, label: Label, buckets: int) -> None:
-        self._rpc("lowtide_end", label.run, str(label.version), str(label.copy))
+        self._rpc("lowtide_end", json.dumps(asdict(label)))
         self.calls.post("/reset_prefix_cache")
 
-    def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
-        with ThreadPoolExecutor(self.at_a_time or AT_A_TIME) as pool:
-            found = list(pool.map(lambda turn: self._one(turn, sampling), turns))
-        return self.label(), found
+    def send_adapter(self, label: Label, adapter: bytes) -> None:
+        path = self._rpc("lowtide_put_adapter", label.name, base64.b64encode(adapter).decode())
+        self.calls.tell("/v1/load_lora_adapter", {"lora_name": label.name, "lora_path": path})
 
-    def _one(self, turn: Turn, sampling: Sampling) -> WrittenTurn:
+    def drop_adapter(self, label: Label) -> None:
+        self.calls.tell("/v1/unload_lora_adapter", {"lora_name": label.name})
+        self._rpc("lowtide_drop_adapter", label.name, json.dumps(asdict(label)))
+
+    def write(self, turns: Sequence[Turn], sampling: Sampling, label: dict[str, Any]) -> tuple[Any, list[WrittenTurn]]:
+        who = Label(**label).name if label["adapter"] else self.card["id"]
+        try:
+            with ThreadPoolExecutor(self.at_a_time or AT_A_TIME) as pool:
+                found = list(pool.map(lambda turn: self._one(turn, sampling, who), turns))
+        except Refused as error:
+            if error.status != 404:
+                raise
+            found = []  # there is no such adapter any more
+        return held_of(self.labels(), label), found
+
+    def _one(self, turn: Turn, sampling: Sampling, who: str) -> WrittenTurn:
         more = {} if self.regex is None else {"structured_outputs": {"regex": self.regex}}
         asked = {
-            "model": self.card["id"],
+            "model": who,
             "prompt": turn.token_ids,
             "max_tokens": turn.most,
             "seed": turn.seed,
@@ -193,6 +225,11 @@ class VLLMServe(Spoken):
             raise ValueError(f"the server at {self.calls.url} answered /v1/completions without {error}") from error
         stopped = choice.get("finish_reason") == "stop" or (bool(ids) and ids[-1] in sampling.stop_ids)
         return WrittenTurn(ids, numbers, "stop" if stopped else "length")
+
+
+def held_of(labels: Sequence[Any], label: dict[str, Any]) -> Any:
+    """Of the labels of what a server holds the one that is asked for, or else its newest; None where there is none."""
+    return label if label in labels else labels[-1] if labels else None
 
 
 def backend_at(calls: Calls, regex: str | None, at_a_time: int | None = None) -> LowtideServer | VLLMServe:

@@ -73,7 +73,7 @@ class VLLMColocatedGenerator:
         vocabulary = embedding_weight(model).shape[0]
 
         def write(turns: Sequence[Turn], how: Sampling) -> list[WrittenTurn]:
-            found = self.engine.write([(turns, how)])[0]
+            found = self.engine.write([(turns, how, None)])[0]
             check_answer(turns, found, vocabulary, "the colocated vLLM")
             return found
 

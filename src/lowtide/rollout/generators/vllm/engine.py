@@ -6,6 +6,7 @@ from. Each completion is a request of its own with a seed of its own; vLLM's pre
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from torch import Tensor
 
 from lowtide.compat.vllm import check_version, part_of_vllm
 from lowtide.rollout.generators.generator import Sampling
-from lowtide.rollout.generators.vllm.facts import Facts, shapes_of
-from lowtide.rollout.generators.vllm.turns import UNKNOWN, Turn, WrittenTurn
+from lowtide.rollout.generators.vllm.adapters import AdapterFolders
+from lowtide.rollout.generators.vllm.facts import Facts, adapter_room, dtype_of, shapes_of
+from lowtide.rollout.generators.vllm.turns import UNKNOWN, Job, Turn, WrittenTurn
 from lowtide.rollout.generators.vllm.worker import RECEIVER
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM is started with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +46,10 @@ class EngineOptions:
     enable_sleep_mode: bool = False
     trust_remote_code: bool = False
     seed: int = 0
+    max_lora_rank: int = 0
+    """The most of adapters that it takes beside its weights; 0: none."""
+    max_loras: int = 4
+    """Versions of the adapter that it holds at a time."""
     empty: bool = False
     """There are no weights to read: they will be copied."""
 
@@ -69,6 +78,8 @@ class Engine:
             self.llm: Any = part_of_vllm("vllm").LLM(**self._arguments())
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"vLLM cannot start with {options.model}: {error}") from error
+        self._adapters: dict[str, Any] = {}
+        self._folders, self._numbers = AdapterFolders(), itertools.count(1)
 
     def _arguments(self) -> dict[str, Any]:
         options = self.options
@@ -90,8 +101,16 @@ class Engine:
             "worker_extension_cls": RECEIVER,
             "enforce_eager": not torch.cuda.is_available(),
             "disable_log_stats": True,
+            **self._room_for_adapters(),
             **{name: value for name, value in given.items() if value is not None},
         }
+
+    def _room_for_adapters(self) -> dict[str, Any]:
+        asked, count = self.options.max_lora_rank, self.options.max_loras
+        if not asked:
+            return {}
+        rank = next((each for each in LORA_RANKS if each >= asked), asked)
+        return {"enable_lora": True, "max_lora_rank": rank, "max_loras": count, "max_cpu_loras": count}
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -103,7 +122,8 @@ class Engine:
     @property
     def facts(self) -> Facts:
         """What tells its model from others."""
-        return Facts(self.options.model, self.max_model_length, shapes_of(self.config))
+        room = adapter_room(self.llm.llm_engine.vllm_config)
+        return Facts(self.options.model, self.max_model_length, shapes_of(self.config), dtype_of(self.config), room)
 
     @property
     def max_model_length(self) -> int:
@@ -111,13 +131,16 @@ class Engine:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def write(self, jobs: Sequence[tuple[Sequence[Turn], Sampling]]) -> list[list[WrittenTurn]]:
+    def write(self, jobs: Sequence[Job]) -> list[list[WrittenTurn]]:
         """One completion of each turn of each job, all of which are written together."""
-        asked = [(turn, sampling) for turns, sampling in jobs for turn in turns]
-        prompts = [{"prompt_token_ids": turn.token_ids} for turn, _ in asked]
-        how = [self._params(turn, sampling) for turn, sampling in asked]
-        found = iter(self.llm.generate(prompts, sampling_params=how, use_tqdm=False))
-        return [[self._written(next(found).outputs[0], sampling) for _ in turns] for turns, sampling in jobs]
+        asked = [(turn, sampling, adapter) for turns, sampling, adapter in jobs for turn in turns]
+        prompts = [{"prompt_token_ids": turn.token_ids} for turn, *_ in asked]
+        how = [self._params(turn, sampling) for turn, sampling, _ in asked]
+        given: dict[str, Any] = {}
+        if self._adapters:
+            given["lora_request"] = [None if adapter is None else self._adapters[adapter] for *_, adapter in asked]
+        found = iter(self.llm.generate(prompts, sampling_params=how, use_tqdm=False, **given))
+        return [[self._written(next(found).outputs[0], sampling) for _ in turns] for turns, sampling, _ in jobs]
 
     def _params(self, turn: Turn, sampling: Sampling) -> Any:
         more: dict[str, Any] = {}
@@ -154,7 +177,9 @@ class Engine:
     # -- weights -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Weights follow, of some blocks or of all."""
+        """Weights follow, of some blocks or of all, which are another base than that of the adapters."""
+        for name in [*self._adapters]:
+            self.drop_adapter(name)
         self.llm.collective_rpc("lowtide_begin")
 
     def load(self, weights: dict[str, Tensor]) -> None:
@@ -165,6 +190,27 @@ class Engine:
         """These were all: what is cached of the old ones is forgotten."""
         self.llm.collective_rpc("lowtide_end")
         self.llm.reset_prefix_cache()
+
+    def put_adapter(self, name: str, data: bytes) -> None:
+        """An adapter beside the weights, as `adapter_file` has it.
+
+        Raises:
+            ValueError: vLLM does not take it; says why.
+        """
+        number = next(self._numbers)
+        request = part_of_vllm("vllm.lora.request").LoRARequest(name, number, self._folders.put(name, data))
+        try:
+            self.llm.llm_engine.add_lora(request)
+        except Exception as error:
+            self._folders.drop(name)
+            raise ValueError(f"vLLM does not take the adapter: {error}") from error
+        self._adapters[name] = request
+
+    def drop_adapter(self, name: str) -> None:
+        """Nothing is written by it any more."""
+        if (request := self._adapters.pop(name, None)) is not None:
+            self.llm.llm_engine.remove_lora(request.lora_int_id)
+        self._folders.drop(name)
 
     def sleep(self) -> None:
         """Gives the memory of weights and cache back; the weights are lost."""

@@ -109,6 +109,10 @@ class Calls:
         data = b"" if body is None else json.dumps(body).encode()
         return self._call("POST", path, data, {"Content-Type": "application/json"}, most=most)
 
+    def tell(self, path: str, body: Any) -> None:
+        """As `post`, of a server whose answer says no more than that it was done, and need not be JSON."""
+        self._call("POST", path, json.dumps(body).encode(), {"Content-Type": "application/json"}, reads=False)
+
     def post_bytes(self, path: str, data: bytes, headers: dict[str, str]) -> Any:
         """Likewise, of a server that is sent bytes."""
         return self._call("POST", path, data, {"Content-Type": "application/octet-stream", **headers})
@@ -143,6 +147,7 @@ class Calls:
         timeout: float | None = None,
         *,
         most: int = 0,
+        reads: bool = True,
     ) -> Any:
         if self._secret is not None:
             headers = {**headers, "Authorization": f"Bearer {self._secret}"}
@@ -168,7 +173,7 @@ class Calls:
             ) from error
         finally:
             connection.close()
-        return self._content(path, response.status, content)
+        return self._content(path, response.status, content, reads)
 
     @staticmethod
     def _read(response: http.client.HTTPResponse, most: int) -> bytes:
@@ -183,7 +188,7 @@ class Calls:
             raise http.client.IncompleteRead(b"", response.length)
         return b"".join(parts)
 
-    def _content(self, path: str, status: int, content: bytes) -> Any:
+    def _content(self, path: str, status: int, content: bytes, reads: bool) -> Any:
         if status != 200:
             try:
                 said = str(parse_json(content)["error"])
@@ -195,7 +200,7 @@ class Calls:
                     "on this machine, in a file that is found by itself"
                 )
             raise Refused(f"the vLLM server at {self.url} refuses {path} ({status}): {said[:ERROR_CHARACTERS]}", status)
-        if not content:
+        if not content or not reads:
             return None
         try:
             return parse_json(content)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+ADAPTER_NAMES = "lowtide-"
+"""What the names of adapters begin with."""
 
 
 class StaleWeights(ValueError):
@@ -19,6 +22,13 @@ class Label:
     """Optimizer steps that they have taken."""
     copy: int = 0
     """How often this run has copied weights."""
+    adapter: bool = False
+    """Whether it is an adapter on the base that this run has copied, which bears a name of its own."""
+
+    @property
+    def name(self) -> str:
+        """Of the adapter in vLLM, where no two versions share one: what is cached of one never serves another."""
+        return f"{ADAPTER_NAMES}{self.run}-{self.copy}"
 
     def check(self, found: object, whose: str) -> None:
         """Refuses what other weights wrote.
@@ -30,13 +40,14 @@ class Label:
             StaleWeights: they are others.
         """
         held = found if isinstance(found, dict) else {}
+        if held == asdict(self):
+            return
         if held.get("run") != self.run:
             raise StaleWeights(
                 f"{whose} does not hold the weights of this run (another run shares it, or it was started again): give "
                 "each run a server of its own"
             )
-        if held.get("version") != self.version or held.get("copy", self.copy) != self.copy:
-            raise StaleWeights(
-                f"{whose} holds stale weights: those after step {held.get('version')} (copy {held.get('copy')}), where "
-                f"the policy is at step {self.version} (copy {self.copy})"
-            )
+        raise StaleWeights(
+            f"{whose} holds stale weights: those after step {held.get('version')} (copy {held.get('copy')}), where "
+            f"the policy is at step {self.version} (copy {self.copy})"
+        )

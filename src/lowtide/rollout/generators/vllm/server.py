@@ -4,11 +4,13 @@ One thread, which is the main one, has the engine and does one thing after the o
 weights that are being replaced. What several ranks ask for at a time is written together.
 
     GET  /health          200
-    GET  /info            what is served, and the label of its weights
+    GET  /info            what is served, and the labels of its weights and of adapters on them
     POST /generate        {"label", "turns", "sampling"} -> {"label", "completions"}; 409 where it holds other weights
     POST /weights/begin   {"label"}: from here on it holds nobody's weights
     POST /weights/bucket  a bucket as safetensors; the header X-Run names the run
     POST /weights/end     {"label", "buckets"}: these were all
+    POST /adapters/put    an adapter on these weights, as safetensors with its label
+    POST /adapters/drop   {"label"}: nothing is written by it any more
 
 Every call but /health tells the server's secret (`secret.py`), and is asked of the machine by its address or name: a
 page in a browser, whatever name it gives to this machine, is refused. What a stranger sends is not read, and his
@@ -24,24 +26,23 @@ import logging
 import queue
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
 from lowtide.parsing import parse_json
 from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.vllm.adapters import told_of
+from lowtide.rollout.generators.vllm.label import Label
 from lowtide.rollout.generators.vllm.secret import VARIABLE, is_authorized, kept_secret, secret_file
-from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, of_json
-from lowtide.rollout.generators.vllm.weights import MAX_BUCKET_BYTES, Assembly, from_bytes
+from lowtide.rollout.generators.vllm.turns import Job, Turn, WrittenTurn, of_json
+from lowtide.rollout.generators.vllm.weights import MAX_BODY_BYTES, Assembly, from_bytes
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised when a client of another one would misunderstand."""
-MAX_BODY_BYTES = 4 * MAX_BUCKET_BYTES
-"""Of what a server takes at a time: a row of a weight may be above a bucket."""
-
 MAX_CONNECTIONS = 256
 """Calls at a time: one for each rank of a training. Further ones are closed."""
 STRANGER_SECONDS = 20.0
@@ -53,7 +54,7 @@ MAX_RUN_CHARACTERS = 128
 class Served(Protocol):
     """What the server needs of an engine."""
 
-    def write(self, jobs: Sequence[tuple[Sequence[Turn], Sampling]]) -> list[list[WrittenTurn]]:
+    def write(self, jobs: Sequence[Job]) -> list[list[WrittenTurn]]:
         """The completions of each job."""
         ...
 
@@ -62,6 +63,10 @@ class Served(Protocol):
     def load(self, weights: dict[str, Any]) -> None: ...
 
     def end(self) -> None: ...
+
+    def put_adapter(self, name: str, data: bytes) -> None: ...
+
+    def drop_adapter(self, name: str) -> None: ...
 
 
 class Conflict(ValueError):
@@ -93,7 +98,8 @@ class Service:
 
     def __init__(self, engine: Served, info: dict[str, Any]) -> None:
         self.engine, self.info = engine, info
-        self.label: dict[str, Any] | None = None
+        self.labels: list[dict[str, Any]] = []
+        """Of the weights, and behind it those of adapters on them; none while weights come."""
         self._coming: dict[str, Any] | None = None
         self._buckets, self._assembly = 0, Assembly()
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
@@ -138,15 +144,14 @@ class Service:
         fitting = []
         for job in jobs:
             assert job.asked is not None
-            expected, held = job.asked[2], self.label
-            fits = held is not None and isinstance(expected, dict) and expected.items() <= held.items()
-            if not fits:
-                job.error = Conflict(f"the weights that are held are {held}, and not {expected}")
+            expected = job.asked[2]
+            if expected not in self.labels:
+                job.error = Conflict(f"the weights that are held are {self.labels}, and not {expected}")
             else:
                 fitting.append(job)
-        found = self.engine.write([(job.asked[0], job.asked[1]) for job in fitting]) if fitting else []
+        found = self.engine.write([(*job.asked[:2], _adapter(job.asked[2])) for job in fitting]) if fitting else []
         for job, completions in zip(fitting, found, strict=True):
-            job.result = {"label": self.label, "completions": [asdict(each) for each in completions]}
+            job.result = {"label": job.asked[2], "completions": [asdict(each) for each in completions]}
 
     def _wait(self, job: _Job) -> Any:
         self._jobs.put(job)
@@ -167,6 +172,8 @@ class Service:
         """
         if path == "/weights/bucket":
             return self._wait(_Job(lambda: self._take(body, run)))
+        if path == "/adapters/put":
+            return self._wait(_Job(lambda: self._put_adapter(body)))
         asked = parse_json(body or b"{}")
         if not isinstance(asked, dict):
             raise ValueError("what is asked has to be a JSON object")
@@ -178,11 +185,13 @@ class Service:
             return self._wait(_Job(lambda: self._begin(asked.get("label"))))
         if path == "/weights/end":
             return self._wait(_Job(lambda: self._end(asked.get("label"), asked.get("buckets"))))
+        if path == "/adapters/drop":
+            return self._wait(_Job(lambda: self._drop_adapter(asked.get("label"))))
         raise Unknown(f"there is nothing at {path}")
 
     def _begin(self, label: Any) -> dict:
         _check_label(label)
-        self.label, self._coming = None, label
+        self.labels, self._coming = [], label
         self._buckets, self._assembly = 0, Assembly()
         self.engine.begin()
         return {}
@@ -203,8 +212,29 @@ class Service:
         if self._buckets != buckets:
             raise Conflict(f"{self._buckets} buckets of weights came, and {buckets} were sent")
         self.engine.end()
-        self.label, self._coming = label, None
+        self.labels, self._coming = [label], None
         return {"label": label}
+
+    def _put_adapter(self, data: bytes) -> dict:
+        _, label = told_of(data)
+        _check_label(label)
+        if not label["adapter"] or not self.labels or self.labels[0]["run"] != label["run"]:
+            raise Conflict("an adapter comes whose base is not here, or another run has sent its own")
+        self.engine.put_adapter(Label(**label).name, data)
+        self.labels.append(label)
+        return {}
+
+    def _drop_adapter(self, label: Any) -> dict:
+        _check_label(label)
+        if label in self.labels and label["adapter"]:
+            self.engine.drop_adapter(Label(**label).name)
+            self.labels.remove(label)
+        return {}
+
+
+def _adapter(label: Mapping[str, Any]) -> str | None:
+    """The adapter that a label says; None for the weights alone."""
+    return Label(**label).name if label["adapter"] else None
 
 
 def _check_label(label: Any) -> None:
@@ -217,8 +247,8 @@ def _check_label(label: Any) -> None:
     numbers = [label.get("version"), label.get("copy")] if isinstance(label, dict) else []
     if not isinstance(run, str) or not 0 < len(run) <= MAX_RUN_CHARACTERS or not all(type(n) is int for n in numbers):
         raise ValueError("a label of weights has a run's name, the number of its step and that of its copy")
-    if label.keys() != {"run", "version", "copy"}:
-        raise ValueError("a label of weights has `run`, `version` and `copy`, and nothing else")
+    if label.keys() != {"run", "version", "copy", "adapter"} or type(label["adapter"]) is not bool:
+        raise ValueError("a label of weights has `run`, `version`, `copy` and `adapter`, and nothing else")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -266,7 +296,7 @@ class Handler(BaseHTTPRequestHandler):
         elif self._is_refused():
             return
         elif self.path == "/info":
-            self._say(200, {**self.service.info, "label": self.service.label})
+            self._say(200, {**self.service.info, "labels": self.service.labels})
         else:
             self._say(404, {"error": f"there is nothing at {self.path}"})
 

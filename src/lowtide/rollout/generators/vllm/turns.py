@@ -34,6 +34,8 @@ class WrittenTurn:
     finish: Finish
 
 
+Job = tuple[Sequence[Turn], Sampling, str | None]
+"""Turns, how tokens are drawn, and the adapter by which they are written; None writes by the weights alone."""
 Write = Callable[[Sequence[Turn], Sampling], Sequence[WrittenTurn]]
 """Writes each turn."""
 

@@ -8,10 +8,11 @@ attention alone, these.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load, save
@@ -25,14 +26,21 @@ from lowtide.parsing import parse_json
 from lowtide.ranks.shards import local_of
 
 MAX_BUCKET_BYTES = 256 << 20
+MAX_BODY_BYTES = 4 * MAX_BUCKET_BYTES
+"""Of what a server takes at a time: a row of a weight may be above a bucket."""
 WHOLE = -1
 
 
 class Copies:
-    """Knows what a copy of the weights of a model has."""
+    """Knows what a copy of the weights of a model has.
 
-    def __init__(self) -> None:
-        self._marks: dict[str, Any] | None = None
+    Args:
+        adapted: they are merged with their adapters; otherwise the base's alone.
+    """
+
+    def __init__(self, *, adapted: bool = True) -> None:
+        self.adapted = adapted
+        self._marks: dict[str, Mark] | None = None
         self._renamed = False
 
     def forget(self) -> None:
@@ -43,11 +51,14 @@ class Copies:
         """Whether nothing was written to the model's weights since they were copied."""
         if any(is_partitioned(p) for p in model.parameters()):
             return False  # what is written to its parts leaves no mark
-        return self._marks is not None and self._marks == _marks(model)
+        return self._marks is not None and self._marks == self._found(model)
 
     def took_all(self, model: nn.Module) -> None:
         """The copy has the weights of the model; another rank saw to that."""
-        self._marks = _marks(model)
+        self._marks = self._found(model)
+
+    def _found(self, model: nn.Module) -> dict[str, Mark]:
+        return marks_of(model, lambda name: self.adapted or not is_adapter(name))
 
     def lacking(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """The weights that a copy lacks, as checkpoints name them; it has them when all are taken, which ranks do
@@ -56,25 +67,26 @@ class Copies:
         Raises:
             ValueError: as `checkpoint_weights`.
         """
-        marks, before = _marks(model), self._marks
+        marks, before = self._found(model), self._marks
         self._marks = None
+        merged = functools.partial(checkpoint_weights, model, adapted=self.adapted)
         if before is None:
             self._renamed = False
             known = {name for name, _ in causal_model(model).named_parameters()}
-            for name, weight in checkpoint_weights(model):
+            for name, weight in merged():
                 self._renamed |= name not in known and not _adapted(name, known)
                 yield name, weight
         else:
             blocks = {block for block, found in marks.items() if found.trained or found != before.get(block)}
             if self._renamed:
                 layers = {_layer(block) for block in blocks}
-                yield from checkpoint_weights(model, lambda module: _layer(_block(module)) in layers)
+                yield from merged(lambda module: _layer(_block(module)) in layers)
             else:
-                yield from checkpoint_weights(model, lambda module: _block(module) in blocks)
+                yield from merged(lambda module: _block(module) in blocks)
         self._marks = marks
 
 
-class _Mark(NamedTuple):
+class Mark(NamedTuple):
     """What tells whether a block was written to."""
 
     trained: bool
@@ -82,12 +94,19 @@ class _Mark(NamedTuple):
     """Of each parameter, which tensor it is, and how often it was written to."""
 
 
-def _marks(model: nn.Module) -> dict[str, _Mark]:
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is of a LoRA adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def marks_of(model: nn.Module, wanted: Callable[[str], bool]) -> dict[str, Mark]:
+    """The mark of each block, of its parameters whose names are wanted."""
     found: dict[str, list[Tensor]] = {}
     for name, parameter in causal_model(model).named_parameters():
-        found.setdefault(_block(name), []).append(parameter)
+        if wanted(name):
+            found.setdefault(_block(name), []).append(parameter)
     return {
-        block: _Mark(any(p.requires_grad for p in own), tuple((id(p), version_of(local_of(p))) for p in own))
+        block: Mark(any(p.requires_grad for p in own), tuple((id(p), version_of(local_of(p))) for p in own))
         for block, own in found.items()
     }
 

@@ -1,0 +1,238 @@
+"""What a server has of the policy: its weights merged with their adapters, or those of the base once and then adapters
+alone, each version of which has a name of its own.
+
+Of several ranks the first sends, and the others see in what the server holds that it has. Where weights are sharded, a
+layer at a time is whole while it is sent, for which all ranks are needed.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowtide.engine.forward import embedding_weight
+from lowtide.ranks.shards import is_sharded
+from lowtide.ranks.world import distributed
+from lowtide.rollout.generators.vllm.adapters import adapter_file, why_merged
+from lowtide.rollout.generators.vllm.backends import LowtideServer, VLLMServe
+from lowtide.rollout.generators.vllm.facts import Facts
+from lowtide.rollout.generators.vllm.fingerprint import HOW, distances, far, turns_of
+from lowtide.rollout.generators.vllm.http import Calls, ServerError
+from lowtide.rollout.generators.vllm.label import Label, StaleWeights
+from lowtide.rollout.generators.vllm.limits import Limits
+from lowtide.rollout.generators.vllm.retries import asked_again
+from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, check_answer
+from lowtide.rollout.generators.vllm.weights import Copies, Mark, buckets, is_adapter, marks_of, to_bytes
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class CopiedWeights:
+    """The copy of a policy that a server has.
+
+    Args:
+        model: the policy.
+        facts: of the server.
+        whose: the server, for messages.
+        bucket_bytes: of weights that travel at a time.
+        padding_free: whether the policy computes without padding.
+
+    Attributes:
+        merged: why adapters travel merged; None where they travel alone.
+        label: of the weights that it has; None while it has none, or not all of them.
+    """
+
+    def __init__(
+        self,
+        backend: LowtideServer | VLLMServe,
+        model: nn.Module,
+        facts: Facts,
+        limits: Limits,
+        *,
+        whose: str,
+        bucket_bytes: int,
+        padding_free: bool,
+    ) -> None:
+        self.backend, self.facts, self.limits, self.whose = backend, facts, limits, whose
+        self.bucket_bytes, self.padding_free = bucket_bytes, padding_free
+        self.merged = why_merged(model, facts.adapters)
+        self.run: str = _of_first(uuid.uuid4().hex)
+        self.label: Label | None = None
+        self._weights = Copies(adapted=self.merged is not None)
+        self._adapter: dict[str, Mark] | None = None
+        self._held: list[Label] = []
+        self._count = 0
+
+    def sync(self, model: nn.Module, version: int) -> None:
+        """As of `HoldsWeights`; now and then checks that the server writes by what it was sent.
+
+        Raises:
+            ServerError: it cannot be reached, or does not answer in time.
+            StaleWeights: it writes by other weights, though it was sent all of them again.
+        """
+        if self.label is not None and self.label.version == version and self._is_current(model):
+            return
+        self._bring(model, version)
+        if not self._is_due:
+            return
+        try:
+            self.check(model)
+        except StaleWeights as error:
+            logger.warning(f"{error}. All weights are sent again")
+            self.label = None
+            self._bring(model, version)
+            self.check(model)
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the last copy is to be checked: the first of a run, which may have been resumed, and then one of so
+        many."""
+        every = self.limits.checked_every
+        return every > 0 and (self._count - 1) % every == 0
+
+    def check(self, model: nn.Module) -> None:
+        """Compares what the server writes with what the policy says of it.
+
+        Raises:
+            StaleWeights: it writes by other weights.
+        """
+        if self.backend.regex is not None or not (_is_first() or is_sharded(model)):
+            return
+        label, vocabulary = self.label, embedding_weight(model).shape[0]
+        assert label is not None
+        turns = turns_of(vocabulary, self.facts.max_model_length, label.copy)
+        asked = self._again(lambda: self._written(turns, label, vocabulary)) if _is_first() else None
+        written = _of_first(asked) if is_sharded(model) else asked
+        assert written is not None
+        new, again = distances(model, turns, written, padding_free=self.padding_free)
+        most = far(str(embedding_weight(model).dtype).removeprefix("torch."), self.facts.dtype)
+        if not max(new, again) <= most:  # nor NaN
+            raise StaleWeights(
+                f"{self.whose} does not write by the weights after step {label.version} that it was sent: its "
+                f"log-probabilities are {new:.2g} nats away from the policy's after a prompt that is new to it, and "
+                f"{again:.2g} after one that its prefix cache may hold, where rounding makes {most:g} at most"
+            )
+
+    def _written(self, turns: Sequence[Turn], label: Label, vocabulary: int) -> list[WrittenTurn]:
+        backend, found = self.backend.by(self._calls()), []
+        for turn in turns:  # one after the other, so that none waits in a batch with the other
+            held, written = backend.write([turn], HOW, asdict(label))
+            label.check(held, self.whose)
+            check_answer([turn], written, vocabulary, self.whose)
+            found += written
+        return found
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def _is_current(self, model: nn.Module) -> bool:
+        """Whether nothing was written to the policy since it was sent."""
+        return self._weights.current(model) and (self.merged is not None or self._adapter == _adapter_marks(model))
+
+    def _forget(self) -> None:
+        """What the server has is not known any more."""
+        self._weights.forget()
+        self._adapter = None
+
+    def _bring(self, model: nn.Module, version: int) -> None:
+        before, self.label = self.label, None
+        label = Label(self.run, version, self._count + 1, adapter=self.merged is None)
+        sends = _is_first()
+        if sends or is_sharded(model):
+            # A copy failed, or the server was started again: a part would not make it whole.
+            lost = sends and (before is None or asdict(before) not in self._again(self.backend.labels))
+            if _said_by_first(lost, model):
+                self._forget()
+            if sends:
+                tries = 1 if is_sharded(model) else None  # the other ranks' part of it cannot be made again
+                asked_again(lambda: self._send(model, label), self.limits, tries=tries)
+            else:
+                collections.deque(self._weights.lacking(model), maxlen=0)  # its shards are wanted for what is sent
+        if not sends:
+            self._await(label)
+            self._weights.took_all(model)
+        self._adapter = _adapter_marks(model)
+        self._count, self.label = label.copy, label
+
+    def _calls(self) -> Calls:
+        """The calls of a copy of the weights."""
+        calls, seconds = self.backend.calls, self.limits.weight_sync_timeout
+        return calls if seconds is None else calls.within(seconds, "weight_sync_timeout").ending()
+
+    def _send(self, model: nn.Module, label: Label) -> None:
+        backend = self.backend.by(self._calls())
+        try:
+            if not label.adapter or not self._weights.current(model):
+                self._send_weights(backend, model, replace(label, adapter=False))
+            if label.adapter:
+                while len(self._held) >= min(self.limits.adapters_held, self.facts.adapters.count):
+                    backend.drop_adapter(self._held.pop(0))
+                backend.send_adapter(label, adapter_file(model, label))
+                self._held.append(label)
+        except ServerError:
+            self._forget()  # what the server has of them is not known
+            raise
+
+    def _send_weights(self, backend: LowtideServer | VLLMServe, model: nn.Module, label: Label) -> None:
+        backend.begin(label)
+        self._held, number = [], 0
+        most = self.bucket_bytes // backend.most
+        for number, bucket in enumerate(buckets(self._weights.lacking(model), most), start=1):  # noqa: B007
+            backend.send(label, to_bytes(bucket))
+        backend.end(label, number)
+
+    def _again(self, work: Callable[[], T]) -> T:
+        return asked_again(work, self.limits)
+
+    def _await(self, label: Label) -> None:
+        """Until the first rank has sent the weights.
+
+        Raises:
+            ServerError: it has not within the time.
+        """
+        calls, limits = self._calls(), self.limits
+        until = time.monotonic() + calls.timeout * (limits.retries + 1) + limits.pause * limits.retries
+        while asdict(label) not in self._again(self.backend.labels):
+            if time.monotonic() > until:
+                raise ServerError(
+                    f"{self.whose} did not get the weights of step {label.version} from the first rank within "
+                    f"{limits.retries + 1} times {calls.option}={calls.timeout:g} seconds: see what that rank says"
+                )
+            time.sleep(0.1)
+
+
+def _adapter_marks(model: nn.Module) -> dict[str, Mark]:
+    return marks_of(model, is_adapter)
+
+
+def _is_first() -> bool:
+    """Whether this rank sends."""
+    return not distributed() or dist.get_rank() == 0
+
+
+def _said_by_first(here: bool, model: nn.Module) -> bool:
+    """What the first rank finds, where all ranks ask."""
+    if not is_sharded(model):
+        return here
+    flag = torch.tensor(float(here), device=next(model.parameters()).device)
+    dist.broadcast(flag, src=0)
+    return bool(flag)
+
+
+def _of_first(here: T) -> T:
+    """What the first rank has, on all of them."""
+    if not distributed():
+        return here
+    told = [here]
+    dist.broadcast_object_list(told)
+    return told[0]

@@ -1,0 +1,67 @@
+"""Which weights a server writes by, told by the log-probabilities of a few tokens that it writes.
+
+A label says what a server was sent. That it computes by it is another matter: keys of older weights may be left in its
+prefix cache, and a base may be another than the one that adapters were trained on. So it writes after two prompts, of
+which the policy says how likely what was written is: after one that it never saw, and after one that is the same each
+time and longer than a block of its cache, whose keys it takes from there where any are left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lowtide.engine.forward import embedding_weight
+from lowtide.engine.reference import logprobs
+from lowtide.ragged import RaggedBatch
+from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn
+from lowtide.score_rules import IGNORE
+
+PROMPT = 160
+"""Tokens; a block of vLLM's cache has 16 on a GPU, and 128 on a CPU."""
+WRITTEN = 8
+HOW = Sampling(WRITTEN)
+FAR = {"float64": 0.01, "float32": 0.01}
+"""Nats, as a mean over the written tokens, by what the coarser of the two computes in: above it the weights differ."""
+FAR_IN_16_BITS = 0.25
+"""Likewise; measured distances are in `docs/vllm.md`."""
+
+
+def turns_of(vocabulary: int, longest: int | None, number: int) -> list[Turn]:
+    """What a server is to write for a fingerprint, one that it never saw and one that it saw before.
+
+    Args:
+        vocabulary: tokens; those in its second quarter are taken, where tokenizers have no special ones.
+        longest: tokens of a prompt with its completion.
+        number: of the copy of the weights, which no two fingerprints of a run have in common.
+    """
+    count = min(PROMPT, (longest or PROMPT + WRITTEN) - WRITTEN)
+    prompts = (random.Random(seed).choices(range(vocabulary // 4, vocabulary // 2), k=count) for seed in (number, 0))
+    return [Turn(prompt, number, WRITTEN) for prompt in prompts]
+
+
+def distances(
+    model: nn.Module, turns: Sequence[Turn], written: Sequence[WrittenTurn], *, padding_free: bool
+) -> list[float]:
+    """Of each turn how far a server's log-probabilities are from a model's, in nats, as a mean over tokens; NaN where
+    it gave none."""
+    found = logprobs(
+        model,
+        RaggedBatch.from_segments(
+            [[*turn.token_ids, *each.token_ids] for turn, each in zip(turns, written, strict=True)],
+            [[*[IGNORE] * len(turn.token_ids), *each.token_ids] for turn, each in zip(turns, written, strict=True)],
+        ).to(embedding_weight(model).device),
+        padding_free=padding_free,
+    )
+    said = torch.tensor([number for each in written for number in each.logprobs], dtype=torch.float64)
+    off = (found.double().cpu() - said).abs()
+    return [part.mean().item() for part in off.split([len(each.token_ids) for each in written])]
+
+
+def far(*dtypes: str | None) -> float:
+    """The most that distances may be by rounding, where weights are the same."""
+    return max(FAR.get(dtype or "", FAR_IN_16_BITS) for dtype in dtypes)

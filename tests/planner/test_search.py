@@ -275,6 +275,23 @@ def test_a_phase_that_holds_most_at_another_moment_is_no_reason_to_drop_what_fit
     assert least.options(least.smallest().combination) == {"checkpointing": "full", "weights": "streamed"}
 
 
+def test_a_choice_that_multiplies_activations_is_no_reason_to_drop_what_fits():
+    """As weights that are streamed do, whose layers are not fused."""
+
+    class Unfused(Table):
+        def phases(self, options, tokens):
+            held = super().phases(options, tokens)
+            if options.get("weights") == "streamed":
+                held["head"]["activations"] *= 3
+                held = {name: {**each, "weights": 10, "optimizer": 20, "gradients": 10} for name, each in held.items()}
+            return held
+
+    found = search(Unfused(), 700, ACTIVATIONS, STREAMED, sizes=Sizes(100, 100))
+    (best,) = found.best()
+    assert found.options(best.combination) == {"checkpointing": "full", "weights": "streamed"}
+    assert best.peak == 640
+
+
 def test_the_smallest_is_that_of_all_that_was_traced():
     """Combinations take three times the activations that their parts tell of, but for one."""
 

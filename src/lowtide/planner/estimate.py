@@ -20,6 +20,7 @@ from lowtide.planner.allocators.glibc_heap import GlibcHeap
 from lowtide.planner.allocators.replay import Allocator, peaks, run_of, start_of
 from lowtide.planner.cluster import Cluster
 from lowtide.planner.devices import Device
+from lowtide.planner.parallel import counting_references
 from lowtide.planner.process import process_bytes
 from lowtide.planner.sharding.layout import Layout, byte_sum
 from lowtide.planner.sharding.moment import OneDevice
@@ -131,6 +132,7 @@ def verdict_of(peak: int, room: int, device: str, band: float) -> str:
     return f"fits: {of}, {left}"
 
 
+@counting_references()
 def estimate_run(
     run: FakeRun, device: Device, *, sharding: Sharding | None = None, beside: int | None = None
 ) -> Estimate:
@@ -208,6 +210,7 @@ class RankTrace:
     """Bytes of a rank that holds all of it, at most, before its first forward."""
 
     @classmethod
+    @counting_references()
     def of(cls, run: FakeRun, device: Device, sharding: Sharding) -> RankTrace:
         """Traces what a rank computes, which goes by how layers and sequences are split.
 

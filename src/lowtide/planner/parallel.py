@@ -7,11 +7,12 @@ process keeps of one serves it for the next. To be called by a process in which 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +35,19 @@ class _Work:
 
 
 _work: list[_Work] = []
+
+
+@contextlib.contextmanager
+def counting_references() -> Iterator[None]:
+    """While it lasts, nobody looks for garbage: a trace frees what it makes by counting references, and has so many
+    objects that looking at them takes as long as making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def each_of(function: Callable[[A], R], things: Sequence[A]) -> list[R]:
@@ -90,7 +104,7 @@ def _cores() -> int:
 
 def _begin() -> None:
     torch.set_num_threads(1)
-    gc.disable()  # a trace frees what it makes by counting references, and has many objects to look at
+    gc.disable()  # as in `counting_references`, for as long as the process lives
 
 
 def _done(start: int) -> list[tuple[int, Any]]:

@@ -599,7 +599,9 @@ def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
 
     A choice may move the moment at which a phase holds most: that of a backward from its end, with all gradients, to
     its beginning, with all activations. The factor of a category in that phase then says nothing; that of the most of
-    it, in all phases, does (`_beside_most`).
+    it, in all phases, does. So grows what a choice needs beyond plain settings: layers that are no longer fused keep
+    more whether they are checkpointed or not, and buffers that stay as they are come out too small here, which the
+    trace of what is chosen mends. Too large a prediction would drop what fits, with nothing to mend it.
 
     Nor do holes multiply: an allocator that keeps what it has taken holds them in all phases after the fullest. There
     are as many as where tensors peak, of the two that have fewer.
@@ -616,7 +618,7 @@ def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
         changed = size * after / before if before else size + after
         if not most_plain.get(name):
             return changed
-        least = _beside_most(after, most_found.get(name, 0), most_plain[name])
+        least = after * most_found.get(name, 0) / most_plain[name]
         return min(changed, least) if name in STATES and after else max(min(changed, size), least)
 
     return {
@@ -626,12 +628,6 @@ def _changed(found: Bytes, plain: Bytes, alone: Bytes) -> Bytes:
         }
         for phase, sizes in found.items()
     }
-
-
-def _beside_most(alone: float, found: float, plain: float) -> float:
-    """What a choice by itself has in a phase, of which that part shrinks that plain settings have too, from the most of
-    these to the most of what was found. What it has beyond that, such as buffers, stays."""
-    return min(alone, plain) * found / plain + max(alone - plain, 0)
 
 
 def _holes(phases: Bytes) -> float:

@@ -61,3 +61,21 @@ def test_a_few_blocks_of_the_heads_rows_say_what_all_say(monkeypatch):
     assert operations == all_operations
     for phase, held in all_phases.items():
         assert sum(phases[phase].values()) == pytest.approx(sum(held.values()), rel=1e-3), phase
+
+
+@pytest.mark.slow
+def test_a_few_blocks_of_the_heads_gradient_say_what_all_say(monkeypatch):
+    """Products in 16 bits go into a gradient of float32 block by block."""
+    monkeypatch.setattr(linear_logprobs, "CAST_BYTES", 1 << 13)
+    counted = []
+
+    def estimated():
+        config = SFTConfig(output_dir="run", use_cpu=True, report_to="none", bf16=True)
+        run = FakeRun(METHODS["sft"], config, DESCRIBED, row_lengths("16x2", METHODS["sft"]).rows(), prepared=True)
+        costs = run.traced(DEVICES["H100-80GB"]).costs["head"]
+        return estimate_run(run, DEVICES["H100-80GB"]).phases, sum(costs.operations.values()), costs.flops
+
+    few = estimated()
+    monkeypatch.setattr(fake_run, "_few_blocks", lambda costs, blocks: counted.append(len(blocks)) or blocks)
+    assert estimated() == few
+    assert max(counted) == 32

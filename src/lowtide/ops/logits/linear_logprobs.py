@@ -692,8 +692,8 @@ def _add_product(into: Tensor, slope: Tensor, x: Tensor, factor: float, *, fresh
         into.addmm_(slope.t(), x, beta=0 if fresh else 1, alpha=factor)
         return
     rows = max(1, CAST_BYTES // (into.shape[1] * into.element_size()))
-    for part, columns in zip(into.split(rows), slope.split(rows, dim=1), strict=True):
-        product = columns.t() @ x
+    for start in in_turn(range(0, len(into), rows)):
+        part, product = into[start : start + rows], slope[:, start : start + rows].t() @ x
         if not fresh:
             part.add_(product, alpha=factor)
         elif factor == 1.0:

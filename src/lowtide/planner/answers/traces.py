@@ -16,7 +16,7 @@ from lowtide.planner.answers.ways import Stage, Way, run_of, ways_of
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.devices import Device
 from lowtide.planner.estimate import allocator_of
-from lowtide.planner.parallel import each_of
+from lowtide.planner.parallel import counting_references, each_of
 
 BUDGET = "tokens_per_microbatch"
 LONG = 65_536
@@ -166,6 +166,7 @@ def _traced(task: Task, asked: PlannedRun, spaces: set[tuple[int, ...]]) -> Poin
         return str(reason)
 
 
+@counting_references()
 def point_of(
     run: PlannedRun, lengths: RowLengths, options: Mapping[str, Any], spaces: Iterable[tuple[int, ...]]
 ) -> Point:

@@ -48,6 +48,7 @@ ELSEWHERE = {  # by a word of the command, what runs it, or why nothing here can
     "recipes": "tests/cli/test_recipes_command.py",
     "vllm-serve": "tests/with_vllm",
     "--use_vllm": "tests/with_vllm",
+    "--teacher_model_server_url": "tests/trainers/methods/test_asked_teacher.py, with a server of its own",
     "--push_to_hub": "needs the hub",
     "--deepspeed": "tests/trainers/sharded/test_deepspeed.py",
     "--fsdp": "tests/trainers/sharded/test_fully_shard.py",

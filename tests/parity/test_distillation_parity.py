@@ -27,6 +27,7 @@ from tests.support.references.parity_world import (
     tokenizer,
     user,
 )
+from tests.support.vllm.teaching_server import Teaches, teaching_server
 
 trl = pytest.importorskip("trl", reason="parity is against trl==1.16.0: install the bench extra")
 lowtide = pytest.importorskip("lowtide")
@@ -106,6 +107,39 @@ def test_evaluation_agrees_with_trl(tmp_path):
     theirs, ours = (build_trainer(each, case, tmp_path, 1, eval_dataset=held_out) for each in (trl, lowtide))
     expected, actual = numbers([theirs.evaluate()]), numbers([ours.evaluate()])
     assert actual["eval_loss"].item() == pytest.approx(expected["eval_loss"].item(), rel=1e-5)
+
+
+SERVED = [(1.0, 1, True), (0.0, 3, True), (0.0, 3, False), (0.4, 1, True), (0.4, 1, False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("beta", "top", "tail"), SERVED)
+def test_steps_with_a_teacher_behind_a_server_agree_with_trl(beta, top, tail, tmp_path, monkeypatch):
+    """Both ask the same server, whose model is computed densely."""
+    experimental = pytest.importorskip("trl.experimental.server_distillation")
+    monkeypatch.setattr(module, "shuffle_sequence_dict", lambda batch: batch)
+    monkeypatch.setattr("trl.generation.vllm_client.is_vllm_available", lambda: True)
+    how = {"beta": beta, "loss_top_k": top, "loss_add_tail": tail, "max_steps": FIRST_STEPS}
+    built = []
+    with teaching_server(Teaches(build_teacher(), tokenizer())) as url:
+        for library in (experimental, lowtide):
+            writer, ours = Writer(), library is lowtide
+            name = "DistillationConfig" if ours else "ServerDistillationConfig"
+            folder = tmp_path / library.__name__
+            flags = SETTINGS | how | {"teacher_model_server_url": url}
+            make = library.DistillationTrainer if ours else library.ServerDistillationTrainer
+            trainer = make(
+                model=build_model("llama"),
+                args=getattr(library, name)(output_dir=str(folder), **flags),
+                train_dataset=rows(40, chat=False),
+                processing_class=tokenizer(),
+                **{"rollout_func": writer} if ours else {},
+            )
+            if not ours:
+                trainer._generate_single_turn = lambda prompt_ids, *_, own=writer: own.completions(prompt_ids)
+            built.append(trainer)
+        theirs, ours = built
+        assert_likelihoods_agree(theirs, ours, FIRST_STEPS, unlike=["step_time"])
 
 
 @pytest.mark.slow

@@ -17,6 +17,10 @@ TOOLS = {
         "run a few steps of a method, and compare their peak with the predicted one",
     ),
     "page": ("lowtide.cli.planning.page", "write a page that shows what fits which GPU"),
+    "teacher-logprobs": (
+        "lowtide.cli.training.teacher_logprobs",
+        "write what a teacher says of a dataset's completions, for runs of gkd that load no teacher",
+    ),
     "merge": ("lowtide.cli.merge", "write a model and its adapter, or a sharded checkpoint, as one model"),
     "chat": ("lowtide.cli.after_training.chat", "talk with a trained model, an adapter or a checkpoint"),
     "generate": ("lowtide.cli.after_training.generate", "write completions of a file of prompts with a trained model"),
@@ -35,7 +39,7 @@ TOOLS = {
     "demo": ("lowtide.cli.demo", "train a tiny model on generated arithmetic, and show what it learned"),
 }
 """The other subcommands: a module, which has `add_parser(subparsers)` and sets `run`, and a line of help."""
-OF_A_METHOD = {"check", "gpus", "plan", "estimate", "profile", "measure"}
+OF_A_METHOD = {"check", "gpus", "plan", "estimate", "profile", "measure", "teacher-logprobs"}
 """Those that a method follows, whose options they take: their `add_parser(subparsers, method)` gives its parser."""
 
 PREDICT = {"check", "gpus", "plan", "estimate"}

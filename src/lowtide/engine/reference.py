@@ -21,6 +21,7 @@ from lowtide.engine.heads.head import HIDDEN, STATES, Head, Scores, TeacherState
 from lowtide.engine.heads.head_parts import head_parts, projection_of
 from lowtide.engine.heads.hidden_states import HiddenStates, StatesAndLogprobs
 from lowtide.engine.heads.language_model import LanguageModel
+from lowtide.engine.heads.next_token import READ, NextToken
 from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.weights.merging import Weights, effective_weights
 from lowtide.engine.weights.quantized import is_quantized
@@ -61,6 +62,20 @@ class ReferenceModel:
             scores = Scores(batch.score_index, batch.score_target, temperature=temperature, head=head)
             found = score_shared(self.model, batch, scores, padding_free=self.padding_free)
         return found.stats[STATES], found.scored
+
+    def likeliest(self, batch: RaggedBatch, count: int, temperature: float) -> Tensor:
+        """[scores, 1 + 2 count]: the log-probability of each target, those of the likeliest tokens by falling
+        probability, and the numbers of these tokens; at least in float32, which tells them apart."""
+
+        def read(logits: Tensor, span: slice) -> Tensor:
+            logprobs = torch.log_softmax(logits.div_(temperature), -1)
+            top = logprobs.topk(count, dim=-1)
+            own = logprobs.gather(-1, batch.score_target[span, None])
+            return torch.cat([own, top.values, top.indices.to(logprobs.dtype)], -1).T
+
+        with self.active(), inference(self.model):
+            scores = Scores(batch.score_index, batch.score_target, head=NextToken, read=read)
+            return score_shared(self.model, batch, scores, padding_free=self.padding_free).stats[READ].T
 
     @property
     def width(self) -> int:

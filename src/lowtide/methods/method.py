@@ -93,7 +93,7 @@ class TokenObjective(FormedInForward):
     @property
     def taught(self) -> bool:
         """Whether the run's reference is a teacher, whose hidden states it needs."""
-        return self.want.divergences
+        return self.want.divergences and not (self.support is not None and self.support.named)
 
     @property
     def why_whole_rows(self) -> str | None:

@@ -214,7 +214,7 @@ class RolloutMaker:
     def known_tokens(self) -> int:
         """Tokens that the policy knows, and a teacher that is to read what it writes."""
         models = [self.runner.model]
-        if isinstance(self.options, TeacherOptions):
+        if isinstance(self.options, TeacherOptions) and self.options.compares:
             models.append(self.runner.models().teacher.model)
         return min(vocabulary(each) for each in models)
 

@@ -148,6 +148,8 @@ class TrainingRun:
                 args, inputs.ref_model, adapters_came=inputs.peft_config is None or inputs.adapters_trained
             )
             self._references.source = inputs.model if isinstance(inputs.model, str) else None
+        elif method.taught and inputs.ref_model is not None:
+            raise ValueError(f"a teacher_model was passed, and {args.asked} asks another: leave one of them out")
         self.model, self.tokenizer, self.processing_class = self._loaded()
         check_causal(causal_model(self.model))
         check_dropouts(self._config)

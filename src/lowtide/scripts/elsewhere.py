@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NOT_YET = "trains by a method that lowtide does not have yet: keep TRL's"
-SERVER = "asks a server for a teacher's log-probabilities: take DistillationTrainer, which loads the teacher"
+SERVER = "is DistillationTrainer here: its DistillationConfig takes teacher_model_server_url, loss_top_k and the others"
 IMAGES = "is not needed: trainers take rows with images, and the model's processor as processing_class"
 VISION = "is of models that make images, and lowtide trains those that write: keep TRL's"
 JUDGE = (

@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.data.batches.values import DRAW, LIKELIHOOD, OLD, REFERENCE, SPAN_BASE, SPAN_TEACHER, TEACHER
+from lowtide.data.batches.values import (
+    DRAW,
+    LIKELIHOOD,
+    NAMED_LOGPROBS,
+    NAMED_TOKENS,
+    OLD,
+    REFERENCE,
+    SPAN_BASE,
+    SPAN_TEACHER,
+    TEACHER,
+)
 from lowtide.engine.adapters import adapter_of
 from lowtide.engine.chains import why_not_chains
 from lowtide.engine.forward import causal_model, same_rows_of, score_shared
@@ -21,6 +31,7 @@ from lowtide.engine.reference import ReferenceModel
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
 from lowtide.ops.logits.across_vocabularies import Spans
+from lowtide.ops.logits.logit_rows import Named
 from lowtide.ragged import WEIGHT, RaggedBatch
 from lowtide.ranks.group import RankGroup
 from lowtide.ranks.world import distributed
@@ -133,7 +144,7 @@ class Models:
 
         A teacher goes first, while no activations are held.
         """
-        if scores.want.divergences:
+        if scores.want.divergences and scores.named is None:
             states = batch.score_values.get(TEACHER)
             states = self.teacher.states(batch) if states is None else states
             scores = replace(scores, teacher=self.teacher.teaching(states))
@@ -201,10 +212,17 @@ def scores_of(
         head=objective.head,
         beta=objective.beta,
         support=objective.support,
+        named=named_in(part),
         across=objective.across,
         spans=spans_of(part),
         draws=part.score_values.get(DRAW),
     )
+
+
+def named_in(part: RaggedBatch) -> Named | None:
+    """What a teacher named at the scores of a batch, of which no more is known; None of others."""
+    said = part.score_values
+    return Named(said[NAMED_TOKENS], said[NAMED_LOGPROBS]) if NAMED_TOKENS in said else None
 
 
 def spans_of(part: RaggedBatch) -> Spans | None:

@@ -16,6 +16,7 @@ from lowtide.run.edge import edge
 from lowtide.run.engine import computed_in
 from lowtide.step.cut import Part
 from lowtide.trainers.method import MethodTrainer
+from lowtide.trainers.references.asked import AskedTeacher
 from lowtide.trainers.references.kept import KeptReference
 from lowtide.trainers.references.later import LaterReference
 from lowtide.trainers.references.precompute import Precomputed, precompute
@@ -29,6 +30,8 @@ class ReferenceTrainer(MethodTrainer):
         super().__init__(*positional, **named)
         self.kept_beside.append(KeptReference(self))
         options: Any = self.args
+        self.asked = AskedTeacher.of(self)
+        """The teacher, where it is not loaded."""
         if getattr(options, "precompute_ref_log_probs", False):
             with edge("precomputing the reference"):
                 known = precompute(self)
@@ -75,7 +78,8 @@ class ReferenceTrainer(MethodTrainer):
         return dataset if self._later is None else self._later.with_columns(self, dataset)
 
     def report_lines(self) -> list[tuple[str, str]]:
-        return [("teacher" if self.method.taught else "reference", self.training_run.reference_text)]
+        text = self.training_run.reference_text if self.asked is None else self.asked.text
+        return [("teacher" if self.method.taught else "reference", text)]
 
 
 class _FollowPolicy(TrainerCallback):

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 from lowtide.data.batches.masking import EVALUATION
 from lowtide.data.batches.prompted import completed, prompt_images, prompts_of
+from lowtide.data.teacher_logprobs import Answers, Asked, WrittenFacts, texts_of, write_answers
 from lowtide.engine.forward import same_rows_of, sequence_of, vocabulary
 from lowtide.engine.reference import ReferenceModel
 from lowtide.methods.taught.gkd import GKDOptions
@@ -19,8 +22,10 @@ from lowtide.ragged import RaggedBatch, Shown
 from lowtide.rollout.generators.generator import Completion, Request
 from lowtide.run.writing import Writer, check_writes_after_images, make_generator, seed_of
 from lowtide.step.rank_sync import RankSync
+from lowtide.trainers.method import by_name
 from lowtide.trainers.reference import ReferenceTrainer
 from lowtide.trainers.references.across import Reader
+from lowtide.trainers.references.ahead import scored_ahead
 
 
 class TaughtTrainer(ReferenceTrainer):
@@ -34,13 +39,13 @@ class TaughtTrainer(ReferenceTrainer):
         teaches = self.options.seq_kd and self.options.lmbda < 1
         self.teacher_writes = self._writer("the teacher", self.reference) if teaches else None
         tokenizers = self.training_run.tokenizers
-        self.reader = None if tokenizers is None else Reader(self.runner, tokenizers, self.options)
+        self.reader = self.asked if tokenizers is None else Reader(self.runner, tokenizers, self.options)
         if self.reader is None and self.options.own_tokens:
             raise ValueError(
                 "use_uld_loss=True compares with a teacher of other tokens, and the teacher is the student without its "
                 "adapters: set teacher_model_name_or_path, or use_uld_loss=False"
             )
-        if self.reader is not None and self.training_run.shows_images:
+        if tokenizers is not None and self.training_run.shows_images:
             raise ValueError(
                 "use_uld_loss=True aligns texts, and rows show images: leave it at False, with a teacher of the "
                 "student's tokens"
@@ -64,6 +69,56 @@ class TaughtTrainer(ReferenceTrainer):
     def deals_rows(self) -> bool:
         """Not where completions are written: the random numbers of each are those of its place in the batch."""
         return self.student_writes is None and self.teacher_writes is None
+
+    def write_teacher_logprobs(self, folder: str | Path, *, top_logprobs: int = 64) -> int:
+        """Has the teacher say of the rows of training and evaluation what `teacher_logprobs` reads in other runs, which
+        need no teacher then. Gives the number of texts.
+
+        Args:
+            folder: a new one.
+            top_logprobs: likeliest tokens of a place, of which a run compares as many as its `loss_top_k`.
+
+        Raises:
+            ValueError: completions are to be written anew, several ranks are started, the teacher is a folder already,
+                or there is something in `folder`.
+        """
+        options = self.options
+        if options.writes:
+            raise ValueError(
+                "a teacher's log-probabilities are written of the data's completions, and others are written in this "
+                "run: set lmbda=0 and seq_kd=False"
+            )
+        if options.teacher_logprobs is not None or options.own_tokens:
+            raise ValueError(
+                "the teacher's log-probabilities are written by a teacher with the student's tokens, that is loaded or "
+                "served: leave teacher_logprobs and use_uld_loss out"
+            )
+        if self.args.world_size > 1:
+            raise ValueError("a teacher's log-probabilities are written by one process: start one")
+        named = options.teacher_model_name_or_path or self.training_run.reference_text
+        facts = WrittenFacts(
+            named if self.asked is None else self.asked.text, top_logprobs, self.inner_objective.temperature
+        )
+        sets = [each for each in (self.train_dataset, *by_name(self.eval_dataset).values()) if each is not None]
+        batches = (self.as_ragged(rows) for each in sets for rows in self.get_eval_dataloader(each))
+        return write_answers(folder, facts, (each for batch in batches for each in self._answers(batch, facts)))
+
+    def _answers(self, batch: RaggedBatch, facts: WrittenFacts) -> Iterator[tuple[Asked, Answers]]:
+        """What the teacher says of each text of a batch."""
+        texts = texts_of(batch)
+        if self.asked is None:
+            teacher = self.runner.models().teacher
+            scorer = functools.partial(teacher.likeliest, count=facts.top_logprobs, temperature=facts.temperature)
+            found = scored_ahead(self.runner, batch, scorer)
+            if found is None:
+                return
+            own, logprobs, tokens = found.float().split([1, facts.top_logprobs, facts.top_logprobs], -1)
+            answers = Answers(tokens.long(), logprobs, own[:, 0])
+        else:
+            answers = self.asked.teacher.ask(texts)
+        counts = [len(text.places) for text in texts]
+        parts = zip(*(each.split(counts) for each in answers), strict=True)
+        yield from ((text, Answers(*each)) for text, each in zip(texts, parts, strict=True))
 
     # -- what is written -----------------------------------------------------------------------------------------
 
@@ -110,7 +165,8 @@ class TaughtTrainer(ReferenceTrainer):
     @functools.cached_property
     def common_tokens(self) -> int:
         """Tokens that student and teacher both know: one may have further rows, which pad its vocabulary, and draw one
-        of these, however unlikely, before which a completion ends. A teacher with its own tokens reads text."""
+        of these, however unlikely, before which a completion ends. A teacher with its own tokens reads text, and one
+        that is asked has the student's."""
         if self.reader is not None:
             return vocabulary(self.training_run.model)
         return min(vocabulary(self.training_run.model), vocabulary(cast(Any, self.reference).model))
@@ -120,4 +176,4 @@ class TaughtTrainer(ReferenceTrainer):
         dataset: Any = self.train_dataset
         batch = self.as_ragged(self.data_collator([dataset[row] for row in rows]))
         batch = self.training_run.drawn(batch, self.row_order.place[0])
-        return batch if self.reader is None else self.reader.read(batch)
+        return batch if self.reader is None or self.reader is self.asked else self.reader.read(batch)

@@ -1,13 +1,14 @@
 """The fused head beside a teacher against dense logits: the generalized Jensen-Shannon divergence and its gradients."""
 
 import gc
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lowtide.ops.logits.linear_logprobs import ChunkedHead, Teacher, Term, Want, linear_loss
-from lowtide.ops.logits.logit_rows import Support
+from lowtide.ops.logits.logit_rows import Named, Support
 from tests.support.memory.live_bytes import LivingBytes
 from tests.support.references.divergences import PROJECTIONS, WANT, Problem, dense, divergence, logits_of
 
@@ -70,6 +71,45 @@ def test_on_the_students_likeliest_tokens(beta, tail, theirs):
     torch.testing.assert_close(stats.divergences, expected)
     logprobs = common[0].log_softmax(-1).gather(-1, problem.target[:, None])[:, 0]
     reference = 0.3 * (expected * (logprobs.detach() - old).exp() - 0.5 * logprobs).sum()
+    torch.testing.assert_close(total, reference)
+    ours = torch.autograd.grad(total, problem.leaves)
+    torch.testing.assert_close(ours, torch.autograd.grad(reference, problem.leaves))
+
+
+@pytest.mark.parametrize("projection", PROJECTIONS.values(), ids=PROJECTIONS.keys())
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("beta", BETAS)
+def test_on_the_tokens_that_a_teacher_names(beta, tail, projection):
+    """Of a teacher of which no more is known; rows that name fewer tokens than others are filled up."""
+    problem = Problem(projection=projection, rank=2)
+
+    def loss(stats):
+        return stats.divergences * 1.5 - 0.5 * stats.logprobs + 0.1 * stats.entropies
+
+    of_teacher = torch.randn(7, 37, dtype=torch.float64).log_softmax(-1)
+    logprobs, tokens = of_teacher.topk(4, dim=-1)
+    kept = [4, 2, 4, 1, 3, 4, 4]
+    for row, count in enumerate(kept):
+        logprobs[row, count:], tokens[row, count:] = -math.inf, 0
+    teacher = Teacher((), beta=beta, support=Support(4, tail, named=True), named=Named(tokens, logprobs))
+    settings = {"bias": problem.bias, "projection": projection, "want": Want(entropies=True, divergences=True)}
+    total, stats = linear_loss(
+        problem.terms, problem.index, problem.target, loss, teacher=teacher, factor=0.3, chunk=3, **settings
+    )
+    student = problem.dense(beta)[0].log_softmax(-1)
+    expected = []
+    for row, count in enumerate(kept):
+        chosen = [each[row, tokens[row, :count]].exp() for each in (student, of_teacher)]
+        if tail:
+            chosen = [torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in chosen]
+        else:
+            chosen = [each / each.sum(-1, keepdim=True) for each in chosen]
+        expected.append(dense(*(each.log()[None] for each in chosen), beta))
+    expected = torch.cat(expected)
+    torch.testing.assert_close(stats.divergences, expected)
+    entropies = -(student.exp() * student).sum(-1)
+    own = student.gather(-1, problem.target[:, None])[:, 0]
+    reference = 0.3 * (1.5 * expected - 0.5 * own + 0.1 * entropies).sum()
     torch.testing.assert_close(total, reference)
     ours = torch.autograd.grad(total, problem.leaves)
     torch.testing.assert_close(ours, torch.autograd.grad(reference, problem.leaves))

@@ -19,6 +19,11 @@ REFERENCE = "reference"
 """Score value: the reference's log-probability, where it was computed before training."""
 TEACHER = "teacher"
 """Score value, [scores, hidden]: the teacher's hidden states, where they were computed before the student ran."""
+NAMED_TOKENS = "named_tokens"
+"""Score value, [scores, named]: the tokens that a teacher named, of which no more is known than their
+log-probabilities."""
+NAMED_LOGPROBS = "named_logprobs"
+"""Score value, [scores, named]: those; -inf fills a row up that has fewer tokens."""
 SPAN_BASE = "span_base"
 """Score value, beside a teacher with another vocabulary: how many scores further on the one is whose distribution is
 that of the score's span (see `ops.logits.across_vocabularies.Spans`)."""

@@ -21,7 +21,7 @@ from transformers.utils.generic import ModelOutput
 from lowtide.engine.heads.head_parts import HeadParts
 from lowtide.ops.logits.across_vocabularies import Across, Spans
 from lowtide.ops.logits.linear_logprobs import NOTHING_MORE, ScoreLoss
-from lowtide.ops.logits.logit_rows import Projection, Support, Want
+from lowtide.ops.logits.logit_rows import Named, Projection, Support, Want
 from lowtide.score_rules import NEXT_TOKEN, ScoreRule
 
 
@@ -88,6 +88,8 @@ class Scores:
     """Of these: 0 is KL(teacher || student), 1 is KL(student || teacher) (see `ops.logits.compared_rows`)."""
     support: Support | None = None
     """The tokens that these compare; None for all."""
+    named: Named | None = None
+    """Those that a teacher named at each score, where that is all that is known of it: in place of `teacher`."""
     across: Across | None = None
     """How these compare two vocabularies, where the teacher has another one."""
     spans: Spans | None = None

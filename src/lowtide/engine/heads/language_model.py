@@ -1,7 +1,7 @@
 """The head that gives log-probabilities of target tokens, and other statistics, without the logits.
 
 Beside a teacher's hidden states it also gives how far the two distributions are apart; the teacher's head is read then
-too.
+too. Of a teacher that named some tokens with their log-probabilities nothing else is needed.
 """
 
 from __future__ import annotations
@@ -204,6 +204,9 @@ def _fused(
     if scores.weights is not None:
         shared["factor"] *= scores.weights.to(torch.promote_types(hidden.dtype, torch.float32))
     target, loss, taught = scores.target, scores.loss, scores.teacher
+    if scores.named is not None:
+        named = Teacher((), beta=scores.beta, support=scores.support, named=scores.named)
+        return linear_loss(terms, scores.index, target, loss, teacher=named, **shared)
     if taught is None:
         return linear_loss(terms, scores.index, target, loss, **shared)
 

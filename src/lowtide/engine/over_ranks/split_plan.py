@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -22,6 +23,7 @@ from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.chained_attention import chained_attention
 from lowtide.ops.attention.piece_keys import PieceKeys
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, varlen_attention
+from lowtide.ops.logits.logit_rows import Named
 from lowtide.ranks.sequence import SequenceParallel
 
 
@@ -190,10 +192,12 @@ class SplitPlan:
         """The numbers of the scores whose hidden states this rank has, and these with places among its own tokens."""
         place = self.sequence.held(scores.index, self.whole.tokens)
         teacher = scores.teacher
-        numbers = {name: getattr(scores, name) for name in ("draws", "weights", "old")}
+        numbers: dict[str, Any] = {name: getattr(scores, name) for name in ("draws", "weights", "old")}
         numbers = {name: None if each is None else each[place] for name, each in numbers.items()}
         if teacher is not None and len(teacher.states) == len(scores.index):
             teacher = replace(teacher, states=teacher.states[place])
+        if scores.named is not None:
+            numbers["named"] = Named(*(each[place] for each in scores.named))
         index, target = scores.index[place] - self.own.start, scores.target[place]
         return place, replace(scores, index=index, target=target, teacher=teacher, **numbers)
 

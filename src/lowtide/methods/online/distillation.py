@@ -17,7 +17,8 @@ import torch
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.online.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.online.rollouts import Prompts, RolloutOptions
-from lowtide.methods.shared.options import TeacherOptions, VisionOptions
+from lowtide.methods.shared.asked_teacher import NamingTeacherOptions
+from lowtide.methods.shared.options import VisionOptions
 from lowtide.methods.taught.gkd import PAPER
 from lowtide.objectives.distillation import divergence
 from lowtide.ops.logits.logit_rows import Want
@@ -25,7 +26,7 @@ from lowtide.option import COUNT, POSITIVE, SHARE, option
 
 
 @dataclass(kw_only=True)
-class DistillationOptions(RolloutOptions, VisionOptions, TeacherOptions):
+class DistillationOptions(RolloutOptions, VisionOptions, NamingTeacherOptions):
     """The options of on-policy distillation, under TRL's names and with its defaults."""
 
     num_generations: int = option(1, "Completions of a prompt. TRL's is always 1.", COUNT)
@@ -45,6 +46,7 @@ class DistillationOptions(RolloutOptions, VisionOptions, TeacherOptions):
             ValueError: an option has no such value, or two options exclude each other.
         """
         self.check_rollouts()
+        self.check_asked()
 
 
 class Taught(Learning):
@@ -63,7 +65,8 @@ class Taught(Learning):
 def objective(options: DistillationOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
     """The divergence from the teacher, over all tokens of a step."""
     want = Want(entropies=options.token_metrics, divergences=True)
-    return TokenObjective(divergence, want, aux_coefficient, temperature=options.temperature, beta=options.beta)
+    how = {"temperature": options.temperature, "beta": options.beta, "support": options.support}
+    return TokenObjective(divergence, want, aux_coefficient, **how)
 
 
 ARGUMENTS = (

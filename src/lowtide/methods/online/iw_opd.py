@@ -20,7 +20,7 @@ from lowtide.methods.method import Method, RowObjective
 from lowtide.methods.online.distillation import ARGUMENTS, Taught
 from lowtide.methods.online.policy import Sampled, completion_counts, read_sampled
 from lowtide.methods.online.rollouts import Prompts, RolloutOptions
-from lowtide.methods.shared.options import TeacherOptions
+from lowtide.methods.shared.asked_teacher import ServedTeacherOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
 from lowtide.ops.float64 import to_float64
@@ -29,7 +29,7 @@ from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, Range, option
 
 
 @dataclass(kw_only=True)
-class IWOPDOptions(RolloutOptions, TeacherOptions):
+class IWOPDOptions(RolloutOptions, ServedTeacherOptions):
     """The options of importance-weighted on-policy distillation, under TRL's names and with its defaults."""
 
     disable_dropout: bool = option(True, "Train without dropout, so that student and teacher are comparable.")
@@ -40,6 +40,7 @@ class IWOPDOptions(RolloutOptions, TeacherOptions):
     top_p: float = option(
         0.95, "Draw among the fewest likeliest tokens with so much probability.", Range(above=0, most=1)
     )
+    use_teacher_server: bool = option(False, "TRL's name: the teacher is behind `teacher_model_server_url`.")
     vllm_server_port: int = option(8001, "Of the server.", COUNT)
     distillation_objective: str = option(
         "iw_opd", "The loss; TRL's other one, jsd, is that of on-policy distillation.", choices=["iw_opd"]
@@ -60,6 +61,12 @@ class IWOPDOptions(RolloutOptions, TeacherOptions):
             ValueError: an option has no such value, or two options exclude each other.
         """
         self.check_rollouts()
+        self.check_asked()
+        if self.use_teacher_server != (self.asked is not None):
+            raise ValueError(
+                f"use_teacher_server={self.use_teacher_server} and teacher_model_server_url="
+                f"{self.teacher_model_server_url!r} contradict each other: set both, or neither"
+            )
 
 
 class Corrected(Taught):

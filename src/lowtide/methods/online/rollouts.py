@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
+from transformers import PreTrainedTokenizerBase
 
 from lowtide.data.batches.images import ImageReader
 from lowtide.data.prompts import PROMPT_IDS, PromptEncoder, prepare_prompts, shows_prompt_images
 from lowtide.methods.online.learning import Learning
+from lowtide.methods.shared.asked_teacher import unsaid
 from lowtide.methods.shared.options import FollowedReference, zeros
-from lowtide.methods.shared.rows import Preparation, Prepared, RowLayout
+from lowtide.methods.shared.rows import Drawing, Preparation, Prepared, RowLayout
 from lowtide.option import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, option
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import launched
@@ -436,6 +438,16 @@ class Prompts(RowLayout):
     ) -> Callable:
         most, budget = options.max_completion_length, options.tokens_per_microbatch
         return LongestGroups(self.learning, self.together(options), most, budget, sharing, reader)
+
+    def drawing(
+        self,
+        options: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        reader: ImageReader | None = None,
+    ) -> Drawing | None:
+        """What a teacher that is asked says, in steps that are rehearsed and planned."""
+        return unsaid(options)
 
     def together(self, options: Any) -> int:
         return min(options.num_generations // self.learning.completions, options.per_device_train_batch_size)

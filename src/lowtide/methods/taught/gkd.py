@@ -21,12 +21,13 @@ from lowtide.data.batches.prompted import PromptedCollator, with_longest
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.online.rollouts import WritingOptions
 from lowtide.methods.sft import TextOptions
-from lowtide.methods.shared.options import TeacherOptions, TurnOptions
+from lowtide.methods.shared.asked_teacher import NamingTeacherOptions, unsaid
+from lowtide.methods.shared.options import TurnOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.methods.shared.rows import Drawing, Preparation, Prepared, Texts
 from lowtide.objectives.distillation import divergence
 from lowtide.ops.logits.logit_rows import Want
-from lowtide.option import COUNT, POSITIVE, SHARE, option
+from lowtide.option import COUNT, POSITIVE, SHARE, Group, option
 from lowtide.score_rules import ScoreRule
 
 WITH_PROMPTS = ("messages", "conversations", "prompt", "instruction", "labels", "completion_mask")
@@ -34,7 +35,7 @@ WITH_PROMPTS = ("messages", "conversations", "prompt", "instruction", "labels", 
 
 
 @dataclass(kw_only=True)
-class GKDOptions(TextOptions, TurnOptions, WritingOptions, TeacherOptions):
+class GKDOptions(TextOptions, TurnOptions, WritingOptions, NamingTeacherOptions):
     """The options of generalized knowledge distillation, under TRL's names and with its defaults."""
 
     truncation_mode: str = option(
@@ -55,6 +56,12 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, TeacherOptions):
         SHARE,
     )
     seq_kd: bool = option(False, "Where the student does not write, the teacher does, in place of the data.")
+    teacher_logprobs: str | None = option(
+        None,
+        "A folder of a teacher's log-probabilities of the data's completions, which `lowtide teacher-logprobs` wrote: "
+        "no teacher is loaded.",
+        group=Group.REFERENCE,
+    )
     max_new_tokens: int = option(128, "Most tokens of a completion that is written.", COUNT)
     temperature: float = option(0.9, "Divisor of the logits in writing; the divergence has its own.", POSITIVE)
 
@@ -72,6 +79,11 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, TeacherOptions):
         """The completion of a conversation is its last message, as in TRL, unless all of the assistant's are scored."""
         return not self.assistant_only_loss
 
+    @property
+    def asked(self) -> str | None:
+        folder = self.teacher_logprobs
+        return super().asked if folder is None else f"teacher_logprobs={folder!r}"
+
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
 
@@ -81,6 +93,7 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, TeacherOptions):
         self.check_texts()
         self.check_turns()
         self.check_writing()
+        self._check_teacher()
         if not self.writes:
             return
         remedy = "leave it out, or set lmbda=0 and seq_kd=False, which distils on the data's completions alone"
@@ -88,6 +101,25 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, TeacherOptions):
             raise ValueError(f"packing=True packs rows of the data, and completions are written anew: {remedy}")
         if self.completion_only_loss is False:
             raise ValueError(f"completion_only_loss=False scores prompts, which are not written anew: {remedy}")
+
+    def _check_teacher(self) -> None:
+        self.check_asked()
+        folder, url = self.teacher_logprobs, self.teacher_model_server_url
+        if folder is not None and url is not None:
+            raise ValueError(
+                f"teacher_model_server_url={url!r} and teacher_logprobs={folder!r} are two teachers: leave one of them "
+                "out"
+            )
+        if self.asked is not None and self.seq_kd and self.lmbda < 1:
+            raise ValueError(
+                f"seq_kd=True has the teacher write, and {self.asked} asks it for log-probabilities alone: load the "
+                "teacher, or leave seq_kd out"
+            )
+        if folder is not None and self.writes:
+            raise ValueError(
+                f"teacher_logprobs={folder!r} is of the data's completions, and lmbda={self.lmbda:g} has the student "
+                "write others: set lmbda=0"
+            )
 
 
 class PromptedTexts(Texts):
@@ -117,16 +149,18 @@ class PromptedTexts(Texts):
         reader: ImageReader | None = None,
     ) -> Drawing | None:
         """Completions as long as they get: what a step is rehearsed and planned on. The trainer has them written."""
-        rule = None if reader is None else reader.position_rule
-        return functools.partial(with_longest, most=options.most_written, rule=rule) if options.writes else None
+        rule, says = None if reader is None else reader.position_rule, unsaid(options)
+        writes = functools.partial(with_longest, most=options.most_written, rule=rule) if options.writes else None
+        if writes is None or says is None:
+            return says if writes is None else writes
+        return lambda batch, epoch: says(writes(batch, epoch), epoch)
 
 
 def objective(options: GKDOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
     """The divergence from the teacher, and what the metrics need to know of each token."""
     want = Want(entropies=options.token_metrics, top1=options.token_metrics, divergences=True)
-    return TokenObjective(
-        divergence, want, aux_coefficient, temperature=options.divergence_temperature, beta=options.beta
-    )
+    how = {"temperature": options.divergence_temperature, "beta": options.beta, "support": options.support}
+    return TokenObjective(divergence, want, aux_coefficient, **how)
 
 
 ARGUMENTS = (

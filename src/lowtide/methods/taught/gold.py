@@ -111,6 +111,8 @@ class GOLDOptions(GKDOptions):
             self._check_without_effect()
             return
         remedy = "leave it out, or set use_uld_loss=False"
+        if self.asked is not None:
+            raise ValueError(f"{self.asked} is of a teacher with the student's tokens: {remedy}")
         if self.packing:
             raise ValueError(f"packing=True puts texts together, of which each is aligned by itself: {remedy}")
         if self.seq_kd:

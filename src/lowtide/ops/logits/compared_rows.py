@@ -11,9 +11,10 @@ Its gradient at the student's logits, over the temperature, is q - p for beta = 
 g = log q - log p for beta = 1 and g = (1 - beta) (log q - log m) between. As in TRL no power of the temperature is
 taken out.
 
-On a support, p and q are those of the student's likeliest tokens alone, made to add up to 1 or with one more token for
-all others. Distributions over two vocabularies have a distance of their own (`ops.logits.across_vocabularies`). Of both
-autograd takes the gradient, a block of rows at a time.
+On a support, p and q are those of some tokens alone, made to add up to 1 or with one more token for all others: of the
+student's likeliest ones, or of those that a teacher names of which no more is known. Distributions over two
+vocabularies have a distance of their own (`ops.logits.across_vocabularies`). Of both autograd takes the gradient, a
+block of rows at a time.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.logits.across_vocabularies import Across, divergence
-from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, Support, TorchRows, Want
+from lowtide.ops.logits.logit_rows import Named, Projection, RowStats, Slopes, Support, TorchRows, Want
 
 LEAST_LEFT = -1e-7
 """The log of the most that a support may hold, so that there is something left beyond it; TRL's."""
+NOTHING = -1e4
+"""The log of a probability that is 0 in any dtype, and which has a gradient that is 0."""
 
 
 class Comparison(NamedTuple):
@@ -126,14 +129,10 @@ class ComparedRows(TorchRows):
     def _compare_on(self, support: Support, q: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
         """[rows]: the divergences on a support; their slope replaces `log_p`."""
         chosen, place = log_q.topk(min(support.tokens, log_q.shape[-1]), dim=-1)
-        with torch.enable_grad():
-            ours = chosen.requires_grad_()
-            theirs = _adding_up(log_p.gather(-1, place), support)
-            divergences = divergence(_adding_up(ours, support), theirs, self.how.beta)
-            (slope,) = torch.autograd.grad(divergences.sum(), ours)
+        divergences, slope = _on_support(chosen, log_p.gather(-1, place), support, self.how.beta)
         torch.mul(q, -slope.sum(-1, keepdim=True), out=log_p)
         log_p.scatter_add_(-1, place, slope)
-        return divergences.detach()
+        return divergences
 
     def _compare_across(self, across: Across, q: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
         """[rows]: the distances between two vocabularies; their slope replaces the teacher's logits."""
@@ -156,6 +155,59 @@ class ComparedRows(TorchRows):
     def gradient(self, slopes: Slopes, entropies: Tensor) -> None:
         super().gradient(slopes, entropies)
         self.beyond.zero_()
+
+
+class NamedRows(TorchRows):
+    """Some rows of a student's logits, of whose scores a teacher has named some tokens with their log-probabilities.
+
+    Args:
+        named: of these scores.
+        support: how they are made a distribution.
+        beta: as of `Comparison`.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        projection: Projection,
+        scratch: Tensor | None,
+        *,
+        named: Named,
+        support: Support,
+        beta: float,
+    ):
+        super().__init__(logits, target, projection, scratch)
+        self.named, self.support, self.beta = named, support, beta
+        self.slopes = self.x.new_empty(0)
+        """Of the divergences, at the student's log-probabilities of the tokens that are named."""
+
+    def stats(self, want: Want, keep: bool) -> RowStats:
+        chosen = self.x.gather(-1, self.named.tokens)
+        found = super().stats(want, keep)
+        theirs = self.named.logprobs.to(self.x.dtype)
+        divergences, self.slopes = _on_support(chosen - found.lse[:, None], theirs, self.support, self.beta)
+        return found._replace(divergences=divergences)
+
+    def slope(self, slopes: Slopes, entropies: Tensor) -> None:
+        assert slopes.divergences is not None
+        at_named = self.slopes * slopes.divergences[:, None]
+        of_all = at_named.sum(-1)  # a log-probability falls with all logits alike, as the target's does
+        super().slope(slopes._replace(logprobs=slopes.logprobs + of_all), entropies)
+        self.x.scatter_add_(-1, self.target, -of_all[:, None])
+        self.x.scatter_add_(-1, self.named.tokens, at_named)
+
+
+def _on_support(ours: Tensor, theirs: Tensor, support: Support, beta: float) -> tuple[Tensor, Tensor]:
+    """([rows], [rows, tokens]): the divergences of a student's log-probabilities of some tokens from a teacher's, which
+    are -inf where a row has fewer tokens, and their slopes at the student's."""
+    absent = theirs == -math.inf
+    with torch.enable_grad():
+        own = ours.detach().requires_grad_()
+        q, p = (_adding_up(each.masked_fill(absent, NOTHING), support) for each in (own, theirs))
+        divergences = divergence(q, p, beta)
+        (slopes,) = torch.autograd.grad(divergences.sum(), own)
+    return divergences.detach(), slopes
 
 
 def _adding_up(some: Tensor, support: Support) -> Tensor:

@@ -44,8 +44,8 @@ from lowtide.ops.in_place import (
     takes_gradient_in_place,
 )
 from lowtide.ops.logits.across_vocabularies import Across, Merged, Spans
-from lowtide.ops.logits.compared_rows import ComparedRows, Comparison
-from lowtide.ops.logits.logit_rows import Projection, RowStats, Slopes, Support, TorchRows, Want
+from lowtide.ops.logits.compared_rows import ComparedRows, Comparison, NamedRows
+from lowtide.ops.logits.logit_rows import Named, Projection, RowStats, Slopes, Support, TorchRows, Want
 from lowtide.ops.logits.rows_of import Rows, rows_of
 from lowtide.ops.logits.split_vocabulary import SplitRows, SplitScores, SplitVocabulary
 from lowtide.ops.mapped import bands, is_mapped
@@ -145,6 +145,9 @@ class Teacher:
     read. None where each score is one."""
     merged: tuple[Float[Tensor, " scores"], Float[Tensor, " scores"]] | None = None
     """Of scores that are spans each: the log-probabilities of the other tokens, the student's and its own."""
+    named: Named | None = None
+    """All that is known of it, in place of `terms`: the tokens that it names at each score, which `support` is of.
+    The student's vocabulary is whole then."""
 
 
 ScoreLoss = Callable[[TokenStats], Tensor]
@@ -244,6 +247,7 @@ def linear_loss(
         assert spec.split is None or not spec.want.mean_logprobs
         assert spec.split is not None or teacher.split is None or teacher.split.same_scores
         assert teacher.across is None or (spec.split is None and teacher.split is None)
+        assert teacher.named is None or spec.split is None
     total, *stats = _LinearLoss.apply(spec, _Loss(loss, factor, grad_scale, old), index, target, bias, *_flat(terms))
     across = teacher is not None and teacher.across is not None
     return total, _wanted(spec.want, *(stats if across else stats[:-1]))
@@ -475,7 +479,8 @@ def _holds_slopes_of_one(dtype: torch.dtype) -> bool:
 
 def _copies_blocks(spec: _Spec, kind: str) -> bool:
     """Whether the passes over a block of logits need two more of its size."""
-    twice = spec.want.entropies or spec.want.collisions or spec.want.divergences
+    beside = spec.want.divergences and (spec.teacher is None or spec.teacher.named is None)
+    twice = spec.want.entropies or spec.want.collisions or beside
     return kind == "cpu" and (twice or spec.projection.softcap is not None)
 
 
@@ -501,7 +506,7 @@ class ChunkedHead:
         self.vocab = len(self.terms[0].weight)
         self.recurs = kind == "cpu" and self.dtype.itemsize == 2 and self.split is None
         self.teacher, self.theirs = spec.teacher, iter(())
-        if spec.teacher is not None:
+        if spec.teacher is not None and spec.teacher.named is None:
             self.theirs = self._logits_of(spec.teacher)
         block_bytes = BLOCK_BYTES if kind == "cpu" else None if spec.teacher is None else COMPARED_BYTES
         if spec.split is not None or block_bytes is None:  # what ranks found is put together once a chunk
@@ -585,6 +590,11 @@ class ChunkedHead:
     def _rows(
         self, part: Tensor, theirs: Tensor | None, scores: slice, target: Tensor, vocab: int | None = None
     ) -> Rows:
+        if self.teacher is not None and self.teacher.named is not None:
+            assert self.teacher.support is not None
+            named = Named(*(each[scores] for each in self.teacher.named))
+            how = {"named": named, "support": self.teacher.support, "beta": self.teacher.beta}
+            return NamedRows(part, target, self.projection, self.scratch, **how)
         if self.teacher is None or theirs is None:
             return rows_of(part, target, self.projection, self.want, self.scratch, vocab)
         merged = self.teacher.merged

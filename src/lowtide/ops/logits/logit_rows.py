@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -35,11 +36,22 @@ class Want(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The tokens that two distributions are compared on: the student's likeliest ones."""
+    """The tokens that two distributions are compared on."""
 
     tokens: int
+    """So many: the student's likeliest."""
     tail: bool = False
     """All others count as one more token. False leaves them out, and has what is left add up to 1."""
+    named: bool = False
+    """They are those that the teacher names, with its log-probabilities, which is all that is known of it."""
+
+
+class Named(NamedTuple):
+    """The tokens that a teacher names at some scores, each row with as many of them, and their log-probabilities."""
+
+    tokens: Int[Tensor, "scores named"]
+    logprobs: Float[Tensor, "scores named"]
+    """-inf fills a row up that has fewer."""
 
 
 class RowStats(NamedTuple):

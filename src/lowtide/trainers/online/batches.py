@@ -77,7 +77,7 @@ class WrittenBatches(RowBatches):
                 order.advance()
             if not parts:
                 return None
-            batch = with_teacher(trainer.runner, RaggedBatch.concat(parts), taught)
+            batch = with_teacher(trainer.runner, RaggedBatch.concat(parts), taught, trainer.asked)
         except Exception:
             order.place, self._window = before  # as a checkpoint of the last step has them
             raise
@@ -210,7 +210,7 @@ class WrittenBatches(RowBatches):
         chosen = range(len(made.rollout) // trainer.learning.completions)
         batch = trainer.learning.batch(made.rollout, chosen, sharing=self._sharing)
         taught = trainer.learning.taught(made.rollout, chosen, sharing=self._sharing)
-        batch = with_teacher(trainer.runner, batch, [taught])
+        batch = with_teacher(trainer.runner, batch, [taught], trainer.asked)
         return kept_tokens(trainer.runner, batch, args)
 
     def metrics_of_evaluation(self) -> tuple[dict[str, float], dict[str, float]] | None:

@@ -17,19 +17,25 @@ from lowtide.methods.method import Scorer
 from lowtide.ragged import RaggedBatch
 from lowtide.step.rank_sync import RankSync
 from lowtide.step.runner import StepRunner
+from lowtide.trainers.references.asked import AskedTeacher
 
 
-def with_teacher(runner: StepRunner, batch: RaggedBatch, taught: Sequence[RaggedBatch | None]) -> RaggedBatch:
+def with_teacher(
+    runner: StepRunner, batch: RaggedBatch, taught: Sequence[RaggedBatch | None], asked: AskedTeacher | None = None
+) -> RaggedBatch:
     """The batch, with what the teacher says of its scores.
 
     Args:
         taught: the parts of the batch as the teacher reads them, all or none; the weights are those before the step.
+        asked: the teacher, where it is not loaded.
     """
     parts = [each for each in taught if each is not None]
     if not parts:
-        return batch
+        return batch if asked is None else asked.read(batch)
     whole, models = RaggedBatch.concat(parts), runner.models()
     assert whole.scores == batch.scores
+    if asked is not None:
+        return asked.read(batch, whole)
     compares = runner.method_objective.taught
 
     def scorer(part: RaggedBatch) -> Tensor:

@@ -1,0 +1,176 @@
+"""A teacher that is asked in place of being loaded: a server, or what it said before.
+
+All that is known of it are log-probabilities: of the tokens that it has likeliest at a place, and of the token that
+stands there. Distributions are compared on these tokens, under the names and by the rules of TRL 1.16's
+`ServerDistillationTrainer`:
+
+- `beta=0` compares the teacher's likeliest tokens;
+- `beta=1` with one token compares the token that stands there;
+- else it is both together: TRL has this with one likeliest token alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lowtide.data.batches.values import NAMED_LOGPROBS, NAMED_TOKENS, REFERENCE
+from lowtide.data.teacher_logprobs import Answers
+from lowtide.methods.shared.options import TeacherOptions
+from lowtide.ops.logits.logit_rows import Support
+from lowtide.option import COUNT, POSITIVE, Group, option
+from lowtide.ragged import RaggedBatch
+
+OF_LOADED = ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs")
+"""Options of a teacher that is loaded."""
+
+
+@dataclass(kw_only=True)
+class ServedTeacherOptions(TeacherOptions):
+    """Of the methods whose teacher may be a server."""
+
+    group: ClassVar[Group] = Group.REFERENCE
+
+    teacher_model_server_url: str | None = option(
+        None, "The address of a `vllm serve` with the teacher, such as http://localhost:8000: no teacher is loaded."
+    )
+    teacher_model_server_timeout: float = option(
+        240.0, "Seconds to wait for that server to be there, and for each of its answers.", POSITIVE
+    )
+
+    @property
+    def asked(self) -> str | None:
+        """The option that says whom to ask, as messages name it; None where the teacher is loaded."""
+        url = self.teacher_model_server_url
+        return None if url is None else f"teacher_model_server_url={url!r}"
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is a teacher in memory."""
+        return self.asked is None
+
+    @property
+    def asks_for(self) -> int:
+        """Likeliest tokens of a place that a teacher is asked for."""
+        return 1
+
+    def said(self, answers: Answers, written: Tensor) -> dict[str, Tensor]:
+        """What is read of answers, as values of scores.
+
+        Args:
+            answers: of a teacher that is asked, with `asks_for` tokens of each score.
+            written: the token that stands at each score.
+        """
+        return {REFERENCE: answers.written}
+
+    def unsaid(self, scores: int) -> dict[str, Tensor]:
+        """The same of so many scores that no teacher was asked of."""
+        return {REFERENCE: torch.full((scores,), -1.0)}
+
+    def check_asked(self) -> None:
+        """Refuses what a teacher that is asked does not go with.
+
+        Raises:
+            ValueError: naming the options and the way out.
+        """
+        if self.asked is None:
+            return
+        for name in OF_LOADED:
+            if (value := getattr(self, name)) is not None:
+                raise ValueError(f"{name}={value!r} loads a teacher, and {self.asked} asks one: leave one of them out")
+        if self.ref_model_storage != "same":
+            raise ValueError(
+                f"ref_model_storage={self.ref_model_storage!r} is of a teacher that is loaded, and {self.asked} asks "
+                "one: leave it out"
+            )
+
+
+@dataclass(kw_only=True)
+class NamingTeacherOptions(ServedTeacherOptions):
+    """Of the methods that compare distributions, of which the teacher may name a few tokens alone."""
+
+    group: ClassVar[Group] = Group.REFERENCE
+
+    loss_top_k: int = option(
+        1, "Of a teacher that is asked: how many of its likeliest tokens are compared. One that is loaded: all.", COUNT
+    )
+    loss_add_tail: bool = option(
+        True, "Of a teacher that is asked: all other tokens count as one more. False has what is left add up to 1."
+    )
+    reverse_kl_top_1_mode: str = option(
+        "sampled",
+        "Of a teacher that is asked: which token `beta` above 0 compares beside; a server knows the one that stands "
+        "there alone.",
+        choices=["sampled"],
+    )
+
+    @property
+    def support(self) -> Support | None:
+        """What is compared of a teacher that is asked; None of one that is loaded."""
+        return None if self.asked is None else Support(self.loss_top_k, self.loss_add_tail, named=True)
+
+    @property
+    def asks_for(self) -> int:
+        return self.loss_top_k
+
+    @property
+    def names(self) -> int:
+        """Tokens of a place that are compared."""
+        beta: float = getattr(self, "beta")  # noqa: B009  # each method's own
+        return self.loss_top_k + (beta > 0 and not self._written_alone)
+
+    @property
+    def _written_alone(self) -> bool:
+        return getattr(self, "beta") == 1 and self.loss_top_k == 1  # noqa: B009
+
+    def check_asked(self) -> None:
+        super().check_asked()
+        if self.asked is None:
+            for name, plain in (("loss_top_k", 1), ("loss_add_tail", True)):
+                if (value := getattr(self, name)) != plain:
+                    raise ValueError(
+                        f"{name}={value!r} is of a teacher that is asked, and one that is loaded is compared on all "
+                        "tokens: set teacher_model_server_url, or leave it out"
+                    )
+            return
+        sharding: Any = getattr(self, "sharding", None)
+        if getattr(self, "fsdp_split_vocabulary", False) or getattr(sharding, "tensor_parallel", 1) > 1:
+            raise ValueError(
+                f"{self.asked} gives log-probabilities of some tokens, and the vocabulary is split over ranks: leave "
+                "fsdp_split_vocabulary and tp_size out"
+            )
+
+    def said(self, answers: Answers, written: Tensor) -> dict[str, Tensor]:
+        tokens, logprobs, _ = answers
+        own, of_own = written[:, None], answers.written[:, None]
+        if self._written_alone:
+            tokens, logprobs = own, of_own
+        elif self.names > self.loss_top_k:
+            twice = (tokens == own).any(-1, keepdim=True)
+            tokens = torch.cat([tokens, own], -1)
+            logprobs = torch.cat([logprobs, of_own.masked_fill(twice, -torch.inf)], -1)
+        return {NAMED_TOKENS: tokens, NAMED_LOGPROBS: logprobs}
+
+    def unsaid(self, scores: int) -> dict[str, Tensor]:
+        tokens = (torch.arange(self.names) % self.loss_top_k).repeat(scores, 1)
+        return {NAMED_TOKENS: tokens, NAMED_LOGPROBS: torch.full(tokens.shape, -10.0)}
+
+
+def unsaid(options: Any) -> Callable[[RaggedBatch, int], RaggedBatch] | None:
+    """Gives a batch what a teacher that is asked would say of it, whatever that is: what a step is rehearsed and
+    planned on. None where the teacher is loaded."""
+    asks = isinstance(options, ServedTeacherOptions) and options.asked is not None
+    return functools.partial(_with_any, options=options) if asks else None
+
+
+def _with_any(batch: RaggedBatch, epoch: int, options: ServedTeacherOptions) -> RaggedBatch:
+    blank = options.unsaid(batch.scores)
+    if not blank.keys().isdisjoint(batch.score_values):
+        return batch
+    moved = {name: each.to(batch.token_ids.device) for name, each in blank.items()}
+    return replace(batch, score_values={**batch.score_values, **moved})

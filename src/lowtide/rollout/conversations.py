@@ -2,7 +2,8 @@
 
 `ToolUse` is a run's: tools, environments and limits. `Conversations` is one rollout's: it makes the requests of a
 generator, is the `Reply` that the generator asks when a completion ends at a stop, and keeps what was said as messages,
-which is how reward functions get it.
+which is how reward functions get it. A completion whose template writes earlier turns otherwise goes on in a request of
+its own, behind what the template writes.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
 from lowtide.data.formats.conversation import Message
+from lowtide.ops.counter_random import stream_key
 from lowtide.ranks.group import RankGroup
 from lowtide.rollout.calls import Caller
 from lowtide.rollout.environments import Environments
@@ -21,6 +23,8 @@ from lowtide.rollout.tools import Schema, Tool, answer_calls, tool_schemas, tool
 from lowtide.rollout.turns import Turns
 
 T = TypeVar("T")
+Write = Callable[[Sequence[Request], "Conversations"], Sequence[Sequence[Completion]]]
+"""Has a generator write completions of requests, with conversations as its `Reply`."""
 NO_PROMPT: list[Message] = [{"role": "user", "content": ""}]
 """The prompt of a row without one, which its environment writes."""
 
@@ -44,8 +48,19 @@ class Conversation:
     """Those of them whose answer is an error."""
     rounds: int = 0
     """Turns whose calls were answered."""
+    context: list[int] = field(default_factory=list)
+    """The tokens behind which it is written now: the prompt's, or those of a later context."""
+    following: list[int] | None = None
+    """The context in which it goes on; None where it goes on in this one, or is over."""
     read: int = 0
-    """Tokens of the completion that `messages` stand for."""
+    """Tokens behind the context that `messages` stand for."""
+    used: int = 0
+    """Tokens that were written and answered in earlier contexts."""
+    completion: Completion | None = None
+    """What was written in them."""
+
+    def __post_init__(self) -> None:
+        self.context = self.prompt_ids
 
 
 class ToolUse:
@@ -139,6 +154,8 @@ class Conversations:
 
     def __init__(self, use: ToolUse, conversations: list[Conversation], most: int) -> None:
         self.use, self.all, self._most = use, conversations, most
+        self._going = conversations
+        """Those that are written now, in the order of their requests."""
 
     def __len__(self) -> int:
         return len(self.all)
@@ -148,17 +165,41 @@ class Conversations:
         """Of each completion, as reward functions get them."""
         return None if self.use.environments is None else [each.environment for each in self.all]
 
+    def write(
+        self, seeds: Sequence[int], write: Write, *, on_any_rank: Callable[[bool], bool] = bool
+    ) -> list[Completion]:
+        """The completions in the order of the rows.
+
+        Args:
+            seeds: one for each completion, no two alike.
+            write: has a generator write.
+            on_any_rank: whether something holds on any of the ranks that have to write equally often.
+        """
+        while True:
+            completions = self.finish(write(self.requests(seeds), self))
+            if not on_any_rank(bool(self._going)):
+                return completions
+
     def requests(self, seeds: Sequence[int]) -> list[Request]:
-        """What to ask a generator for: one request each, so that what is drawn depends on no neighbour.
+        """What to ask a generator for: one request for each that goes on, so that what is drawn depends on no
+        neighbour.
 
         Args:
             seeds: one for each completion, no two alike.
         """
-        return [Request(each.prompt_ids, 1, seed) for each, seed in zip(self.all, seeds, strict=True)]
+        going = {id(each) for each in self._going}
+        pairs = zip(self.all, seeds, strict=True)
+        return [self._request(one, seed) for one, seed in pairs if id(one) in going]
+
+    def _request(self, one: Conversation, seed: int) -> Request:
+        if one.completion is None:
+            return Request(one.context, 1, seed)
+        seed = stream_key(seed, 1 + len(one.completion.restarts))
+        return Request(one.context, 1, seed, most=self._most - one.used)
 
     def __call__(self, request: int, number: int, completion: Completion) -> list[int] | None:
         """The tokens of the tools' answers and of the next turn's header; None where the completion is over."""
-        one = self.all[request]
+        one = self._going[request]
         turn = self._read(one, completion.token_ids)
         calls = turn.get("tool_calls") if turn is not None else None
         if not calls or one.rounds == self.use.most_rounds:
@@ -171,29 +212,40 @@ class Conversations:
         ended = completion.token_ids[-1] in self.use.turns.end_ids
         suffix = self.use.turns.after_tools(messages, ended=ended)
         tokens = len(completion.token_ids) + len(suffix)
-        if tokens > self._most:
+        following = self.use.turns.context([*one.prompt, *one.messages, *messages], one.schemas)
+        if one.used + tokens + (following is not None) > self._most:
             return None  # the answers would not fit, and are left out of the conversation
         one.messages += messages
-        one.read = tokens
-        return suffix
+        if following is None:
+            one.read = tokens
+            return suffix
+        one.following, one.used = following, one.used + tokens
+        return None
 
     def finish(self, generated: Sequence[Sequence[Completion]]) -> list[Completion]:
-        """The completions in the order of the rows, after what was cut off in the middle of a turn is read too.
+        """The completions so far in the order of the rows, after what was cut off in the middle of a turn is read too.
 
         Args:
             generated: what the generator gave for `requests`.
         """
-        completions = [completion for group in generated for completion in group]
-        for one, completion in zip(self.all, completions, strict=True):
+        written = [completion for group in generated for completion in group]
+        for one, completion in zip(self._going, written, strict=True):
             self._read(one, completion.token_ids)
-        return completions
+            if one.completion is None:
+                one.completion = completion
+            else:
+                one.completion.restart(one.context, completion)
+        self._going = [each for each in self._going if each.following is not None]
+        for one in self._going:
+            one.context, one.following, one.read = one.following or [], None, 0
+        return [one.completion for one in self.all if one.completion is not None]
 
     def _read(self, one: Conversation, token_ids: Sequence[int]) -> Message | None:
         """Adds the turn that the policy wrote last; None where there is no new one."""
         ids = token_ids[one.read :]
         if not ids:
             return None
-        turn = self.use.turns.read(ids, [*one.prompt_ids, *token_ids[: one.read]], one.schemas)
+        turn = self.use.turns.read(ids, [*one.context, *token_ids[: one.read]], one.schemas)
         one.messages.append(turn)
         one.read = len(token_ids)
         return turn

@@ -19,12 +19,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lowtide.data.batches.completion_rounds import CompletionRound
 from lowtide.data.batches.images import ImageReader
 from lowtide.objectives.step_rewards import StepRewards
 from lowtide.own_files import share_file
 from lowtide.parsing import parse_json
 from lowtide.ragged import RaggedBatch, Shown
-from lowtide.rollout.generators.generator import Completion
+from lowtide.rollout.generators.generator import Completion, Restart
 from lowtide.rollout.images import PromptImages
 from lowtide.score_rules import IGNORE
 
@@ -88,7 +89,9 @@ class Rollout:
     def taught(self) -> Rollout:
         """The same completions as a teacher with prompts of its own reads them; nothing was computed of them."""
         assert self.teacher_prompts is not None
-        return Rollout(self.teacher_prompts, self.completions, self.version, learned=self.learned)
+        prompts = zip(self.prompts, self.teacher_prompts, strict=True)
+        completions = [each.behind(*pair) for each, pair in zip(self.completions, prompts, strict=True)]
+        return Rollout(self.teacher_prompts, completions, self.version, learned=self.learned)
 
     def batch(self, chosen: Sequence[int] | None = None, *, sharing: bool = True) -> RaggedBatch:
         """Some completions, by default all, as the rows of a batch."""
@@ -112,8 +115,10 @@ class Rollout:
         places = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.long)
         return grouped_batch(
             [self.prompts[group[0]] for group in groups],
-            [[self.completions[number].token_ids for number in group] for group in groups],
-            [[scored[number] for number in group] for group in groups],
+            [
+                [rounds_of(self.prompts[number], self.completions[number], scored[number]) for number in group]
+                for group in groups
+            ],
             sharing=sharing,
             shown=self._shown([group[0] for group in groups]),
             row_values=row_values,
@@ -190,6 +195,10 @@ class Rollout:
             "plain_logprobs": torch.tensor([p for each in of for p in each.plain_logprobs], dtype=torch.float64),
             "finish": torch.tensor([FINISHES.index(each.finish) for each in of]),
             "learned": torch.tensor(self.learned),
+            **_packed("contexts", [each.context for one in of for each in one.restarts]),
+            "restarts": torch.tensor([[n, each.place] for n, one in enumerate(of) for each in one.restarts]).view(
+                -1, 2
+            ),
             "rewards": self.rewards,
             **{f"step.{name}": values for name, values in vars(self.steps).items()},
             **{f"row.{name}": values for name, values in self.row_values.items()},
@@ -218,6 +227,10 @@ class Rollout:
             Completion(tokens, logprobs.tolist(), plain.tolist(), written.tolist(), FINISHES[finish])  # type: ignore[arg-type]
             for tokens, written, logprobs, plain, finish in zip(ids, *columns, tensors["finish"].tolist(), strict=True)
         ]
+        if "restarts" in tensors:
+            contexts = _unpacked("contexts", tensors)
+            for (number, place), context in zip(tensors["restarts"].tolist(), contexts, strict=True):
+                completions[number].restarts.append(Restart(place, context))
         made = cls(
             [prompts[number] for number in group],
             completions,
@@ -235,8 +248,7 @@ class Rollout:
 
 def grouped_batch(
     prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[Sequence[int]]],
-    scored: Sequence[Sequence[Sequence[bool]]],
+    completions: Sequence[Sequence[Sequence[CompletionRound]]],
     *,
     sharing: bool = True,
     shown: Shown | None = None,
@@ -246,8 +258,7 @@ def grouped_batch(
 
     Args:
         prompts: of each row.
-        completions: of each row.
-        scored: of each token of each completion, whether it is scored.
+        completions: of each row, in rounds.
         sharing: a prompt is a segment of its own, which is computed once for its row, and for rows that repeat it.
         shown: the images of the prompts; None of text alone.
         values: `row_values` and `score_values` of the batch.
@@ -262,15 +273,36 @@ def grouped_batch(
             labels.append([IGNORE] * len(prompt))
             prefix.append(-1)
             row.append((number, -1))
-        for place, (tokens, flags) in enumerate(zip(completions[number], scored[number], strict=True)):
-            wanted = [token if used else IGNORE for token, used in zip(tokens, flags, strict=True)]
-            token_ids.append(list(tokens) if sharing else [*prompt, *tokens])
-            labels.append(wanted if sharing else [*[IGNORE] * len(prompt), *wanted])
-            prefix.append(before)
-            row.append((number, place))
-            images.append(() if sharing else of_prompt)
+        for place, rounds in enumerate(completions[number]):
+            for each in rounds:
+                repeated, after = each.placed(prompt, before)
+                token_ids.append([*repeated, *each.token_ids])
+                labels.append([*[IGNORE] * len(repeated), *each.labels])
+                prefix.append(after)
+                row.append((number, place))
+                images.append(() if sharing else of_prompt)
     shown = None if shown is None else Shown(images, shown.position_rule)
     return RaggedBatch.from_segments(token_ids, labels, prefix=prefix, row=row, shown=shown, **values)
+
+
+def rounds_of(prompt: Sequence[int], completion: Completion, scored: Sequence[bool]) -> list[CompletionRound]:
+    """The rounds of a completion, each with the context that it was written in, without those that nothing is scored
+    of.
+
+    Args:
+        scored: of each token of the completion, whether it is.
+    """
+    wanted = [token if used else IGNORE for token, used in zip(completion.token_ids, scored, strict=True)]
+    starts = [Restart(0, list(prompt)), *completion.restarts]
+    rounds = []
+    for (start, context), stop in zip(starts, [*(each.place for each in starts[1:]), len(wanted)], strict=True):
+        if start and not any(scored[start:stop]):
+            continue
+        seen = next((n for n, (a, b) in enumerate(zip(context, prompt, strict=False)) if a != b), None)
+        seen = min(len(context), len(prompt)) if seen is None else seen
+        own = [*context[seen:], *completion.token_ids[start:stop]]
+        rounds.append(CompletionRound(own, [*[IGNORE] * len(context[seen:]), *wanted[start:stop]], seen))
+    return rounds
 
 
 def _packed(name: str, lists: Sequence[Sequence[int]]) -> dict[str, Tensor]:

@@ -2,7 +2,9 @@
 
 What the policy wrote is never encoded again: a text that was decoded and re-encoded may have other tokens than those
 that were sampled, and other log-probabilities. Only what comes after it is rendered, as the difference between a small
-conversation with the tools' messages and without them; as in TRL.
+conversation with the tools' messages and without them; as in TRL. Where the template leaves out the thoughts of earlier
+turns, the policy goes on in the context that the template writes, as it would be served, and each turn is learned from
+in the context that it was written in. There TRL goes on with all thoughts.
 
 A turn is read by the tokenizer's `response_template` (transformers' `parse_response`). Without one, calls are expected
 in the form of Hermes, Qwen2.5 and Qwen3, any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and
@@ -21,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowtide.compat.templates.jinja import TEMPLATE_FAILURES
 from lowtide.data.encode.message_form import MessageForm
+from lowtide.data.encode.rounds import thought_of
 from lowtide.data.formats.conversation import Message, as_said
 from lowtide.parsing import parse_json
 from lowtide.process.ways_out import in_python
@@ -32,6 +35,7 @@ CALL = re.compile(r"<tool_call>(.*?)</tool_call>\s*", re.DOTALL)
 OPENED = "<think>"
 TRIAL_CALL = {"type": "function", "function": {"name": "tool_of_trial", "arguments": {"trial_key": "trial_value"}}}
 TRIAL_ANSWER = "answer_of_trial"
+THOUGHT_OF_TRIAL = "thought_{}_of_trial"
 TRIAL_SCHEMA = {
     "type": "function",
     "function": {
@@ -116,6 +120,36 @@ class Turns:
                 )
             start = places[len(ends) - 1] + 1
         return whole[start - 1 if ends and not ended else start :]
+
+    def context(self, messages: Sequence[Message], schemas: Sequence[Schema] = ()) -> list[int] | None:
+        """The tokens of a conversation as the template writes it, where it leaves out what the policy thought in
+        earlier turns; None where the tokens that were read and written go on as they are.
+
+        Args:
+            messages: the prompt, and turns with what was answered; the last of them is to be answered by the policy.
+            schemas: of the tools that it may call.
+        """
+        thoughts = [n for n, each in enumerate(messages) if each["role"] == "assistant" and thought_of(each)]
+        if not thoughts:
+            return None
+        marked = [
+            {**each, "reasoning_content": THOUGHT_OF_TRIAL.format(n)} if n in thoughts else each
+            for n, each in enumerate(messages)
+        ]
+        text = str(self.tokenizer.decode(self.encode(self._with_thoughts(marked), schemas)))
+        if all(THOUGHT_OF_TRIAL.format(n) in text for n in thoughts):
+            return None
+        return self.encode(self._with_thoughts(messages), schemas)
+
+    def _with_thoughts(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages whose thoughts stand in their content, for a template that reads no field of them."""
+        if self._form.thoughts_read:
+            return list(messages)
+        return [
+            {**each, "content": f"<think>\n{thought}\n</think>\n\n{each.get('content') or ''}"} if thought else each
+            for each in messages
+            for thought in [thought_of(each) if each["role"] == "assistant" else ""]
+        ]
 
     def _end_places(self, ids: Sequence[int]) -> list[int]:
         return [place for place, token in enumerate(ids) if token in self.end_ids]

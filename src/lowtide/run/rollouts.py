@@ -419,25 +419,25 @@ class RolloutMaker:
         if self.tools is not None:
             most = self.options.max_completion_length
             conversations = self.tools.start(_as_given(rows), max_completion_length=most)
-            requests = conversations.requests(seeds)
+            completions = conversations.write(seeds, self.writer.write, on_any_rank=self._on_any_rank)
+            prompts = [each.prompt_ids for each in conversations.all]
         else:
             prompts = [list(row[TEACHER_IDS if self.options.writes_as_teacher else PROMPT_IDS]) for row in rows]
             requests = [
                 Request(ids, 1, seed, [] if images is None else images.among(number, ids))
                 for number, (ids, seed) in enumerate(zip(prompts, seeds, strict=True))
             ]
-        groups = self.writer.write(requests, conversations)
-        if conversations is None:
-            completions = [one for each in groups for one in each]
-        else:
-            completions = conversations.finish(groups)
+            completions = [one for each in self.writer.write(requests) for one in each]
         if self.known_tokens < vocabulary(self.runner.model):
             end = cast(Any, self.tokenizer).eos_token_id or 0
             completions = [each.before(self.known_tokens, end) for each in completions]
-        prompts = [list(request.prompt_ids) for request in requests for _ in range(request.count)]
         if self.options.writes_as_teacher:
             prompts = [list(row[PROMPT_IDS]) for row in rows]
         return Rollout(prompts, completions, version), conversations
+
+    def _on_any_rank(self, here: bool) -> bool:
+        """Whether something holds on any of the ranks that write together."""
+        return any(objects_of_all_ranks(here)) if self.writer.has_a_part else here
 
     def _by_function(self, rows: Sequence[Mapping[str, Any]], version: int) -> tuple[Rollout, Mapping[str, Any]]:
         """What a user's `rollout_func` wrote, and what else it returned.

@@ -49,7 +49,7 @@ class Notes:
 
     def write(self, jobs: Any) -> list[list[WrittenTurn]]:
         self.told.append("write")
-        return [[WrittenTurn([3], [-1.0], "stop") for _ in turns] for turns, _ in jobs]
+        return [[WrittenTurn([3], [-1.0], "stop") for _ in turns] for turns, *_ in jobs]
 
 
 def test_it_sleeps_but_while_it_writes():

@@ -151,7 +151,11 @@ class CompletionCollator:
         token_ids, labels, prefix, owner, flags, lengths = [], [], [], [], [], []
 
         def add(
-            row: tuple[int, int], prompt: list[int], own: CompletionRound, before: tuple[int, int] | int, scored: bool
+            row: tuple[int, int],
+            prompt: Sequence[int],
+            own: CompletionRound,
+            before: tuple[int, int] | int,
+            scored: bool,
         ) -> None:
             mask = prompt if scored else [IGNORE] * len(prompt)
             if self.reader is not None:
@@ -172,11 +176,9 @@ class CompletionCollator:
             rounds = [completion_rounds(row, name) for name in self.completions]
             for place, parts in enumerate(rounds):
                 for part, own in enumerate(parts):
-                    before = (shared, own.seen) if own.seen < len(prompt) else shared
-                    repeated = prompt[: own.seen] if shared < 0 else []
-                    alone = shared < 0 or not own.seen
+                    repeated, before = own.placed(prompt, shared)
                     first = place == 0 and part == 0
-                    add((number, place), repeated, own, -1 if alone else before, self.scores_prompt and first)
+                    add((number, place), repeated, own, before, self.scores_prompt and first)
             lengths.append([sum(own.scored for own in parts) for parts in rounds])
         score_values = {OF_PROMPT: torch.tensor(flags)} if self.scores_prompt else {}
         if REFERENCE_COLUMN in rows[0]:

@@ -38,6 +38,17 @@ class CompletionRound(NamedTuple):
         whole = self.labels is self.token_ids
         return len(self.token_ids) if whole else sum(label != IGNORE for label in self.labels)
 
+    def placed(self, prompt: Sequence[int], shared: int) -> tuple[Sequence[int], tuple[int, int] | int]:
+        """(what of the prompt is repeated before its tokens, what its segment goes on from, as of
+        `RaggedBatch.from_segments`).
+
+        Args:
+            shared: the segment that the prompt is; -1 where it is repeated.
+        """
+        if shared < 0 or not self.seen:
+            return prompt[: self.seen], -1
+        return [], (shared, self.seen) if self.seen < len(prompt) else shared
+
 
 def round_columns(completion: str) -> tuple[str, str, str]:
     """The columns of a completion's rounds: labels, lengths, and tokens of the prompt; null of a completion in one

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -71,6 +71,21 @@ class Request:
     """Keys the random numbers of its completions, whatever else is generated beside them."""
     images: Sequence[SegmentImage] = ()
     """Those among the tokens of the prompt, in their order."""
+    most: int | None = None
+    """Tokens of a completion, where they are to be fewer than those of the sampling."""
+
+    def room(self, sampling: Sampling) -> int:
+        """The most tokens of a completion."""
+        return sampling.max_new_tokens if self.most is None else min(self.most, sampling.max_new_tokens)
+
+
+class Restart(NamedTuple):
+    """Where a completion goes on in another context, since the chat template writes earlier turns otherwise there."""
+
+    place: int
+    """Of the first token that is written in it."""
+    context: list[int]
+    """All that stands before that token, in place of the prompt and of what was written until then."""
 
 
 @dataclass
@@ -87,6 +102,8 @@ class Completion:
     written: list[bool] = field(default_factory=list)
     """Whether the policy wrote each token; False for what a tool or an environment returned."""
     finish: Finish = "length"
+    restarts: list[Restart] = field(default_factory=list)
+    """In the order of their places; none where all was written behind the prompt."""
 
     def before(self, limit: int, end: int) -> Completion:
         """What stands before its first token of `limit` or above; the token `end` where nothing does."""
@@ -96,7 +113,11 @@ class Completion:
         if count == 0:
             return Completion([end], [math.nan], [math.nan], [True])
         return Completion(
-            self.token_ids[:count], self.logprobs[:count], self.plain_logprobs[:count], self.written[:count]
+            self.token_ids[:count],
+            self.logprobs[:count],
+            self.plain_logprobs[:count],
+            self.written[:count],
+            restarts=[each for each in self.restarts if each.place < count],
         )
 
     def append(
@@ -107,6 +128,24 @@ class Completion:
         self.logprobs += logprobs
         self.plain_logprobs += plain
         self.written += [written] * len(tokens)
+
+    def behind(self, prompt: Sequence[int], other: Sequence[int]) -> Completion:
+        """It with another prompt in its contexts, those that begin with its own."""
+        if not self.restarts:
+            return self
+        start, count = list(prompt), len(prompt)
+        moved = [
+            Restart(place, [*other, *context[count:]] if context[:count] == start else context)
+            for place, context in self.restarts
+        ]
+        return replace(self, restarts=moved)
+
+    def restart(self, context: Sequence[int], other: Completion) -> None:
+        """Adds what was written in another context."""
+        self.restarts.append(Restart(len(self.token_ids), list(context)))
+        for name in ("token_ids", "logprobs", "plain_logprobs", "written"):
+            getattr(self, name).extend(getattr(other, name))
+        self.finish = other.finish
 
 
 Reply = Callable[[int, int, Completion], Sequence[int] | None]

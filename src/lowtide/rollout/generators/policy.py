@@ -31,7 +31,7 @@ def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Samp
             raise ValueError(f"{where} asks for {request.count} completions: ask for 1 at least")
         if not 0 <= min(prompt) <= max(prompt) < vocab:
             raise ValueError(f"{where} has a token outside of the model's vocabulary of {vocab:,}")
-        total = len(prompt) + sampling.max_new_tokens
+        total = len(prompt) + request.room(sampling)
         if known is None or total <= known:
             continue
         if position_table(model) is None:
@@ -39,7 +39,7 @@ def check_requests(model: nn.Module, requests: Sequence[Request], sampling: Samp
         else:
             raise ValueError(
                 f"{where} has a prompt of {len(prompt):,} tokens, which with `max_new_tokens` of "
-                f"{sampling.max_new_tokens:,} makes {total:,}, above the {known:,} positions of the model "
+                f"{request.room(sampling):,} makes {total:,}, above the {known:,} positions of the model "
                 "(`max_position_embeddings`): shorten the prompt, or lower `max_new_tokens`"
             )
 

@@ -94,11 +94,11 @@ class RaggedGenerator:
         if self.budget is None:
             return
         for number, request in enumerate(requests):
-            tokens = len(request.prompt_ids) + request.count * sampling.max_new_tokens
+            tokens = len(request.prompt_ids) + request.count * request.room(sampling)
             if tokens > self.budget:
                 raise ValueError(
                     f"request {number} alone needs {tokens:,} tokens of keys and values (a prompt of "
-                    f"{len(request.prompt_ids):,} and {request.count} x {sampling.max_new_tokens:,} of completions), "
+                    f"{len(request.prompt_ids):,} and {request.count} x {request.room(sampling):,} of completions), "
                     f"above `tokens_per_generation_batch` of {self.budget:,}: raise it, or ask for fewer or shorter "
                     "completions"
                 )
@@ -216,7 +216,7 @@ class _Run:
         return prompts + (len(self.store.lines) + more) * self.sampling.max_new_tokens
 
     def _row(self, group: Group, request: int, number: int) -> Row:
-        most = self.sampling.max_new_tokens
+        most = self.requests[request].room(self.sampling)
         if self.lengths is not None:
             most = min(most, self.lengths(request, number))
         key = stream_key(self.requests[request].seed, number)

@@ -49,9 +49,13 @@ def write_turns(
         write: writes the turn of some rows, whose number it is given.
         lengths: of completions that are to have fewer tokens than others.
     """
-    most = sampling.max_new_tokens
+
+    def most(place: int, number: int) -> int:
+        room = requests[place].room(sampling)
+        return room if lengths is None else min(room, lengths(place, number))
+
     rows = [
-        Row(place, number, request.prompt_ids, most if lengths is None else min(most, lengths(place, number)))
+        Row(place, number, request.prompt_ids, most(place, number))
         for place, request in enumerate(requests)
         for number in range(request.count)
     ]

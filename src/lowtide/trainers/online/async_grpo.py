@@ -35,7 +35,7 @@ class AsyncGRPOConfig(_Config):
 
     without_effect: ClassVar[dict[str, str]] = {
         **_Config.without_effect,
-        "fork_threshold_tokens": "a conversation stays one row, whose tokens are those that were written",
+        "fork_threshold_tokens": "a conversation stays one row, with a segment for each context that it was written in",
     }
 
     use_vllm: bool = option(True, "Have vLLM write.")

@@ -72,11 +72,11 @@ def check_length(requests: Sequence[Request], sampling: Sampling, longest: int |
         ValueError: names the request.
     """
     for number, request in enumerate(requests):
-        total = len(request.prompt_ids) + sampling.max_new_tokens
+        total = len(request.prompt_ids) + request.room(sampling)
         if longest is not None and total > longest:
             raise ValueError(
                 f"request {number} has a prompt of {len(request.prompt_ids):,} tokens, which with "
-                f"{sampling.max_new_tokens:,} of a completion makes {total:,}: vLLM takes {longest:,}. Lower "
+                f"{request.room(sampling):,} of a completion makes {total:,}: vLLM takes {longest:,}. Lower "
                 f"max_prompt_length or max_completion_length, or {remedy}"
             )
 

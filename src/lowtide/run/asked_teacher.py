@@ -6,7 +6,7 @@ from typing import Any
 
 from lowtide.data.teacher_logprobs import Teacher, WrittenTeacher
 from lowtide.methods.shared.asked_teacher import NamingTeacherOptions, ServedTeacherOptions
-from lowtide.rollout.generators.vllm.teacher import ServedTeacher
+from lowtide.rollout.served_teacher import ServedTeacher
 
 
 def make_asked(options: Any, *, vocabulary: int, tokenizer: Any, temperature: float) -> tuple[Teacher, str] | None:

@@ -9,7 +9,7 @@ import torch
 
 from lowtide.data.teacher_logprobs import Asked
 from lowtide.rollout.generators.vllm.http import ServerError
-from lowtide.rollout.generators.vllm.teacher import ServedTeacher
+from lowtide.rollout.served_teacher import ServedTeacher
 from tests.support.references.parity_world import VOCABULARY, build_teacher, tokenizer
 from tests.support.vllm.teaching_server import LONGEST, Teaches, teaching_server
 

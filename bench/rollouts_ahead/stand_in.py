@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lowtide.engine.forward import install
-from lowtide.rollout.generators.generator import Request, Sampling
+from lowtide.rollout.generators.generator import Request
 from lowtide.rollout.generators.ragged import RaggedGenerator
 from lowtide.rollout.generators.vllm.facts import SHAPES
 from lowtide.rollout.generators.vllm.secret import kept_secret
 from lowtide.rollout.generators.vllm.server import PROTOCOL, Server, Service, handler_of
-from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn
+from lowtide.rollout.generators.vllm.turns import Job, WrittenTurn
 
 
 class StandIn:
@@ -46,12 +46,18 @@ class StandIn:
     def end(self) -> None:
         pass
 
+    def put_adapter(self, name: str, data: bytes) -> None:
+        raise ValueError("it takes no adapters")
+
+    def drop_adapter(self, name: str) -> None:
+        pass
+
     @torch.no_grad()
-    def write(self, jobs: Sequence[tuple[Sequence[Turn], Sampling]]) -> list[list[WrittenTurn]]:
+    def write(self, jobs: Sequence[Job]) -> list[list[WrittenTurn]]:
         began = time.perf_counter()
         time.sleep(self.seconds)
         answers = []
-        for turns, sampling in jobs:
+        for turns, sampling, _ in jobs:
             found = self.generator.generate(
                 self.model, [Request(each.token_ids, 1, each.seed) for each in turns], sampling
             )
@@ -64,7 +70,8 @@ class StandIn:
 def standing_in(engine: StandIn) -> Iterator[str]:
     """The address of a server of it, while it lasts."""
     config = engine.model.config
-    info = {"server": "lowtide", "protocol": PROTOCOL, "model": "stand-in", "regex": None}
+    info: dict[str, Any] = {"server": "lowtide", "protocol": PROTOCOL, "model": "stand-in", "regex": None}
+    info |= {"dtype": "float32", "adapters": {"rank": 0, "count": 0}}
     info |= {"max_model_length": config.max_position_embeddings, "shapes": {n: getattr(config, n) for n in SHAPES}}
     service, server = Service(engine, info), Server(("127.0.0.1", 0))
     with kept_secret(server.port) as secret:

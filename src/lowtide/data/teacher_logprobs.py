@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -150,6 +150,10 @@ class WrittenTeacher:
         """As of `Teacher`."""
         return Answers.concat([self._of(text) for text in texts]) if texts else no_answers(self.top)
 
+    def has(self, text: Asked) -> bool:
+        """Whether it has answers of a text."""
+        return text.key in self._numbers
+
     def _of(self, text: Asked) -> Answers:
         number = self._numbers.get(text.key)
         if number is None:
@@ -177,6 +181,33 @@ class WrittenTeacher:
         return Answers(
             torch.from_numpy(tokens).long(), torch.from_numpy(logprobs), torch.from_numpy(row["written"][at])
         )
+
+
+class WrittenTeachers:
+    """Several folders, as of several teachers: a text is answered by the first that has it."""
+
+    def __init__(self, folders: Sequence[WrittenTeacher]) -> None:
+        self.folders = folders
+
+    def ask(self, texts: Sequence[Asked]) -> Answers:
+        """As of `Teacher`."""
+        return answers_of([each.ask for each in self.folders], texts, [self._first(text) for text in texts])
+
+    def _first(self, text: Asked) -> int:
+        return next((number for number, each in enumerate(self.folders) if each.has(text)), 0)
+
+
+def answers_of(
+    teachers: Sequence[Callable[[Sequence[Asked]], Answers]], texts: Sequence[Asked], numbers: Sequence[int]
+) -> Answers:
+    """What several teachers say, each of its own texts, in the order of the texts."""
+    found: dict[int, Answers] = {}
+    for teacher, ask in enumerate(teachers):
+        own = [place for place, number in enumerate(numbers) if number == teacher]
+        counts = [len(texts[place].places) for place in own]
+        parts = zip(*(each.split(counts) for each in ask([texts[place] for place in own])), strict=True)
+        found |= {place: Answers(*each) for place, each in zip(own, parts, strict=True)}
+    return Answers.concat([found[place] for place in range(len(texts))]) if texts else teachers[0]([])
 
 
 def no_answers(top: int) -> Answers:

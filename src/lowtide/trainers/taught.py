@@ -115,7 +115,7 @@ class TaughtTrainer(ReferenceTrainer):
             own, logprobs, tokens = found.float().split([1, facts.top_logprobs, facts.top_logprobs], -1)
             answers = Answers(tokens.long(), logprobs, own[:, 0])
         else:
-            answers = self.asked.teacher.ask(texts)
+            answers = self.asked.ask(batch, texts)
         counts = [len(text.places) for text in texts]
         parts = zip(*(each.split(counts) for each in answers), strict=True)
         yield from ((text, Answers(*each)) for text, each in zip(texts, parts, strict=True))

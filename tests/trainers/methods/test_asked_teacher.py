@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, cast
 
 import pytest
 import torch
+from datasets import Dataset
 
 from lowtide import DistillationConfig, DistillationTrainer, GKDConfig, IWOPDConfig
 from lowtide.data.teacher_logprobs import texts_of
@@ -57,34 +59,36 @@ def test_all_tokens_of_a_folder_are_the_teacher(folder, tmp_path, beta, how):
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-def dense_loss(beta: float, top: int, tail: bool) -> float:
-    """The first loss of a run, in float64 from whole logits."""
-    rows: Any = talks(4)
-    student, teacher = build_model("llama").double(), build_teacher()
-    total, count = 0.0, 0
+def dense_losses(text: list[int], places: list[int], teacher: Any, beta: float, top: int, tail: bool) -> list[float]:
+    """The losses of the places of a text before training, in float64 from whole logits."""
+    found, student = [], build_model("llama").double()
+    log_q, log_p = (each(torch.tensor([text])).logits[0].log_softmax(-1) for each in (student, teacher))
+    for place in places:
+        q, p, token = log_q[place - 1], log_p[place - 1], text[place]
+        names = [] if beta == 1 and top == 1 else p.topk(top).indices.tolist()
+        names = names if beta == 0 else list(dict.fromkeys([*names, token]))
+        q, p = (each[names].exp() for each in (q, p))
+        if tail:
+            q, p = (torch.cat([each, 1 - each.sum(-1, keepdim=True)]) for each in (q, p))
+        else:
+            q, p = (each / each.sum() for each in (q, p))
+        m = beta * p + (1 - beta) * q
+        kl = lambda a, b: (a * (a.log() - b.log())).sum()  # noqa: E731
+        loss = kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, m) + (1 - beta) * kl(q, m)
+        found.append(loss.item())
+    return found
+
+
+def dense_loss(rows: Any, teacher: Any, beta: float, top: int, tail: bool) -> tuple[float, int]:
+    """The sum of the losses of the answers of conversations, and of how many tokens it is."""
+    found: list[float] = []
     for row in rows:
         ids: Any = tokenizer().apply_chat_template(row["messages"], return_dict=False)
         while ids[-1] != tokenizer().eos_token_id:  # a line's end behind the answer's, which is not written
             ids.pop()
         prompt = tokenizer().apply_chat_template(row["messages"][:1], add_generation_prompt=True, return_dict=False)
-        log_q, log_p = (
-            each(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for each in (student, teacher)
-        )
-        for q, p, token in zip(log_q, log_p, ids[len(prompt) :], strict=True):
-            names = [] if beta == 1 and top == 1 else p.topk(top).indices.tolist()
-            names = names if beta == 0 else list(dict.fromkeys([*names, token]))
-            q, p = (each[names].exp() for each in (q, p))
-            if tail:
-                q, p = (torch.cat([each, 1 - each.sum(-1, keepdim=True)]) for each in (q, p))
-            else:
-                q, p = (each / each.sum() for each in (q, p))
-            m = beta * p + (1 - beta) * q
-            kl = lambda a, b: (a * (a.log() - b.log())).sum()  # noqa: E731
-            total += (
-                kl(p, q) if beta == 0 else kl(q, p) if beta == 1 else beta * kl(p, m) + (1 - beta) * kl(q, m)
-            ).item()
-            count += 1
-    return total / count
+        found += dense_losses(ids, [*range(len(prompt), len(ids))], teacher, beta, top, tail)
+    return sum(found), len(found)
 
 
 @pytest.mark.slow
@@ -97,7 +101,86 @@ def test_the_loss_of_some_tokens_is_the_dense_one(folder, tmp_path, beta, top, t
     how = {"loss_top_k": top, "loss_add_tail": tail, "max_steps": 1}
     trainer = distilling(tmp_path, arguments=rows, beta=beta, teacher_logprobs=folder, **how)
     trainer.train()
-    assert losses(trainer).item() == pytest.approx(dense_loss(beta, top, tail), rel=1e-5)
+    total, count = dense_loss(talks(4), build_teacher(), beta, top, tail)
+    assert losses(trainer).item() == pytest.approx(total / count, rel=1e-5)
+
+
+def second_teacher() -> Any:
+    return build_teacher(hidden_size=48)
+
+
+@pytest.mark.slow
+def test_several_folders_are_several_teachers(tmp_path):
+    parts = [talks(4).select(range(0, 3)), talks(4).select(range(3, 4))]
+    teachers, total, count = [build_teacher(), second_teacher()], 0.0, 0
+    for number, (part, teacher) in enumerate(zip(parts, teachers, strict=True)):
+        arguments = {"teacher_model": teacher, "train_dataset": part}
+        made = distilling(tmp_path / f"run{number}", arguments=arguments)
+        made.write_teacher_logprobs(tmp_path / f"said{number}", top_logprobs=3)
+        sums = dense_loss(part, teacher, 0.0, 3, True)
+        total, count = total + sums[0], count + sums[1]
+    folders = [str(tmp_path / f"said{number}") for number in range(2)]
+    arguments = {"teacher_model": None, "train_dataset": talks(4)}
+    how = {"loss_top_k": 3, "max_steps": 1, "beta": 0.0, "teacher_logprobs": folders}
+    trainer = distilling(tmp_path / "run", arguments=arguments, **how)
+    trainer.train()
+    assert losses(trainer).item() == pytest.approx(total / count, rel=1e-5)
+
+
+def prompts(count: int, **columns: Any) -> Dataset:
+    rows = [{"prompt": [user(row["messages"][0]["content"])]} for row in cast(Any, talks(count))]
+    return Dataset.from_list(rows).add_column("kind", columns["kind"]) if columns else Dataset.from_list(rows)
+
+
+WRITING: dict[str, Any] = {name: value for name, value in SETTINGS.items() if name not in ("lmbda", "max_new_tokens")}
+WRITING |= {"max_completion_length": 12, "max_steps": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}])
+def test_a_column_names_the_teacher_of_a_row(tmp_path, how):
+    """Of the first step, in float64 from whole logits; each server is asked of its own rows alone."""
+    kinds = ["sums", "words", "sums", "sums", "words", "sums", "words", "sums"]
+    servers = {"sums": Teaches(build_teacher(), tokenizer()), "words": Teaches(second_teacher(), tokenizer())}
+    rows, writer = prompts(8, kind=kinds), Writer()
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(teaching_server(each)) for name, each in servers.items()}
+        options = WRITING | {"max_steps": 1, "per_device_train_batch_size": 8, "beta": 0.0, "loss_top_k": 3} | how
+        args = DistillationConfig(
+            output_dir=str(tmp_path), teacher_model_server_urls=urls, teacher_column="kind", **options
+        )
+        trainer = DistillationTrainer(
+            model=build_model("llama").double(),
+            args=args,
+            train_dataset=rows,
+            processing_class=tokenizer(),
+            rollout_func=writer,
+        )
+        trainer.train()
+    found: list[float] = []
+    ids = [
+        tokenizer().apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in rows["prompt"]
+    ]
+    for name, server in servers.items():
+        own = [each for each, kind in zip(ids, kinds, strict=True) if kind == name]
+        assert len(server.texts) == len(own)
+        for text in server.texts:
+            (prompt,) = (each for each in own if text[: len(each)] == each)
+            found += dense_losses(text, [*range(len(prompt), len(text))], server.model, 0.0, 3, True)
+    assert losses(trainer).item() == pytest.approx(sum(found) / len(found), rel=1e-5)
+
+
+def test_a_row_without_a_teacher_is_told_of(tmp_path):
+    args = DistillationConfig(
+        output_dir=str(tmp_path),
+        teacher_model_server_urls={"a": "http://h:1", "b": "http://h:2"},
+        teacher_column="kind",
+    )
+    made = {"model": build_model("llama"), "args": args, "processing_class": tokenizer()}
+    with pytest.raises(ValueError, match=r"has no column `kind`.*\(a, b\), only prompt"):
+        DistillationTrainer(train_dataset=prompts(2), **made)
+    with pytest.raises(ValueError, match=r"a row has 'c' in the column `kind`.*name one of a, b"):
+        DistillationTrainer(train_dataset=prompts(2, kind=["a", "c"]), **made)
 
 
 @pytest.mark.slow
@@ -130,11 +213,18 @@ def test_rows_that_the_folder_does_not_have_are_told_of(folder, tmp_path):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one and several": (
+        {"teacher_model_server_urls": {"a": "http://h:1"}, "teacher_model_server_url": "http://h:1"},
+        "give the address of one",
+    ),
+    "several servers": ({"teacher_model_server_urls": {"a": "http://h:1"}}, "names several teachers"),
     "two teachers": ({"teacher_model_server_url": "http://h:1", "teacher_logprobs": "F"}, "two teachers"),
     "one that is loaded": ({"teacher_logprobs": "F", "teacher_model_name_or_path": "T"}, "loads a teacher"),
     "stored": ({"teacher_logprobs": "F", "ref_model_storage": "8bit"}, "ref_model_storage='8bit' is of a teacher"),
     "written anew": ({"teacher_logprobs": "F", "lmbda": 0.5}, "set lmbda=0"),
     "written by the teacher": ({"teacher_model_server_url": "http://h:1", "seq_kd": True}, "seq_kd=True has the"),
+    "a column": ({"teacher_column": "kind"}, "teacher_column='kind' requires teacher_model_server_urls"),
+    "a timeout": ({"teacher_model_server_timeout": 5.0}, "requires teacher_model_server_url:"),
     "without one": ({"loss_top_k": 5}, "loss_top_k=5 is of a teacher that is asked"),
     "the student's": ({"teacher_logprobs": "F", "reverse_kl_top_1_mode": "argmax"}, "reverse_kl_top_1_mode"),
 }
@@ -171,17 +261,16 @@ def test_methods_whose_student_writes_ask_a_server(kind, tmp_path):
         "distillation": (DistillationConfig, DistillationTrainer),
         "iw_opd": (IWOPDConfig, IWOPDTrainer),
     }[kind]
-    settings = {name: value for name, value in SETTINGS.items() if name not in ("lmbda", "max_new_tokens")}
-    settings |= {"max_completion_length": 12, "max_steps": 2, "gradient_accumulation_steps": 2}
-    rows = talks(16).map(lambda row: {"prompt": [user(row["messages"][0]["content"])]}, remove_columns=["messages"])
 
     def losses_of(**more: Any) -> Any:
         teacher = more.pop("teacher_model", None)
         made = trainer(
             model=build_model("llama").double(),
             teacher_model=teacher,
-            args=config(output_dir=str(tmp_path / str(len(more))), **settings, **more),
-            train_dataset=rows,
+            args=config(
+                output_dir=str(tmp_path / str(len(more))), **WRITING | {"gradient_accumulation_steps": 2}, **more
+            ),
+            train_dataset=prompts(16),
             processing_class=tokenizer(),
             rollout_func=Writer(),
         )

@@ -24,6 +24,8 @@ NAMED_TOKENS = "named_tokens"
 log-probabilities."""
 NAMED_LOGPROBS = "named_logprobs"
 """Score value, [scores, named]: those; -inf fills a row up that has fewer tokens."""
+TEACHER_NUMBER = "teacher_number"
+"""Row value: which of several teachers is asked of a row."""
 SPAN_BASE = "span_base"
 """Score value, beside a teacher with another vocabulary: how many scores further on the one is whose distribution is
 that of the score's span (see `ops.logits.across_vocabularies.Spans`)."""

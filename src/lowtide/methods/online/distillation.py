@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset
 
 from lowtide.methods.method import Method, TokenObjective
 from lowtide.methods.online.learning import Learned, Learning, Rewarded, Values
 from lowtide.methods.online.rollouts import Prompts, RolloutOptions
-from lowtide.methods.shared.asked_teacher import NamingTeacherOptions
+from lowtide.methods.shared.asked_teacher import NamingTeacherOptions, ServedTeacherOptions
 from lowtide.methods.shared.options import VisionOptions
+from lowtide.methods.shared.rows import Preparation, Prepared
 from lowtide.methods.taught.gkd import PAPER
 from lowtide.objectives.distillation import divergence
 from lowtide.ops.logits.logit_rows import Want
@@ -56,10 +58,30 @@ class Taught(Learning):
         return False
 
     def learn(self, rewarded: Rewarded, options: Any) -> Learned:
-        return Learned(torch.zeros(len(rewarded.group.rewards)))
+        numbers = options.teacher_numbers(rewarded.rows) if isinstance(options, ServedTeacherOptions) else {}
+        return Learned(torch.zeros(len(rewarded.group.rewards)), row_values=numbers)
 
     def blank(self, completions: int, scores: int) -> tuple[Values, Values]:
         return {}, {}
+
+
+@dataclass(frozen=True)
+class TaughtRows(Prompts):
+    """Prompts, of which a column may name the teacher."""
+
+    def prepare(self, dataset: Any, how: Preparation, name: str) -> Prepared:
+        options, columns = how.options, list(dataset.column_names or ())
+        if options.teacher_names and columns:
+            if options.teacher_column not in columns:
+                raise ValueError(
+                    f"the {name} dataset has no column `{options.teacher_column}`, which is to name the teacher of a "
+                    f"row ({', '.join(options.teacher_names)}), only {', '.join(sorted(columns))}: add it, or set "
+                    "teacher_column"
+                )
+            if isinstance(dataset, Dataset):
+                named = dataset.unique(options.teacher_column)
+                options.teacher_numbers([{options.teacher_column: each} for each in named])
+        return super().prepare(dataset, how, name)
 
 
 def objective(options: DistillationOptions, *, aux_coefficient: float = 0.0) -> TokenObjective:
@@ -74,7 +96,7 @@ ARGUMENTS = (
     *("quantization_config", "peft_config", "tools", "rollout_func", "environment_factory"),
     "optimizer_cls_and_kwargs",
 )
-ROWS = Prompts(Taught(), with_images=True)
+ROWS = TaughtRows(Taught(), with_images=True)
 METHOD = Method(
     "distillation", "on-policy distillation", DistillationOptions, ROWS, objective, PAPER, arguments=ARGUMENTS
 )

@@ -17,9 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lowtide.methods.method import Method, RowObjective
-from lowtide.methods.online.distillation import ARGUMENTS, Taught
+from lowtide.methods.online.distillation import ARGUMENTS, Taught, TaughtRows
 from lowtide.methods.online.policy import Sampled, completion_counts, read_sampled
-from lowtide.methods.online.rollouts import Prompts, RolloutOptions
+from lowtide.methods.online.rollouts import RolloutOptions
 from lowtide.methods.shared.asked_teacher import ServedTeacherOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.objectives.outcome import Counts, Outcome, mean_of
@@ -134,7 +134,7 @@ METHOD = Method(
     "iw-opd",
     "importance-weighted on-policy distillation",
     IWOPDOptions,
-    Prompts(Corrected()),
+    TaughtRows(Corrected()),
     objective,
     PAPER,
     arguments=ARGUMENTS,

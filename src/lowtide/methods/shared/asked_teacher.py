@@ -12,14 +12,14 @@ stands there. Distributions are compared on these tokens, under the names and by
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lowtide.data.batches.values import NAMED_LOGPROBS, NAMED_TOKENS, REFERENCE
+from lowtide.data.batches.values import NAMED_LOGPROBS, NAMED_TOKENS, REFERENCE, TEACHER_NUMBER
 from lowtide.data.teacher_logprobs import Answers
 from lowtide.methods.shared.options import TeacherOptions
 from lowtide.ops.logits.logit_rows import Support
@@ -39,6 +39,10 @@ class ServedTeacherOptions(TeacherOptions):
     teacher_model_server_url: str | None = option(
         None, "The address of a `vllm serve` with the teacher, such as http://localhost:8000: no teacher is loaded."
     )
+    teacher_model_server_urls: dict | None = option(
+        None, "Those of several teachers, by names of yours; a column of the rows says which teacher is a row's."
+    )
+    teacher_column: str = option("teacher", "Of several teachers: the column that names the teacher of a row.")
     teacher_model_server_timeout: float = option(
         240.0, "Seconds to wait for that server to be there, and for each of its answers.", POSITIVE
     )
@@ -46,8 +50,30 @@ class ServedTeacherOptions(TeacherOptions):
     @property
     def asked(self) -> str | None:
         """The option that says whom to ask, as messages name it; None where the teacher is loaded."""
-        url = self.teacher_model_server_url
-        return None if url is None else f"teacher_model_server_url={url!r}"
+        names = ("teacher_model_server_url", "teacher_model_server_urls")
+        return next((f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None), None)
+
+    @property
+    def teacher_names(self) -> list[str]:
+        """Of several teachers; none where there is one."""
+        return [*(self.teacher_model_server_urls or ())]
+
+    def teacher_numbers(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Which teacher is asked of each row, as a value of rows; none where there is one.
+
+        Raises:
+            ValueError: a row names none; says which there are.
+        """
+        names, column = self.teacher_names, self.teacher_column
+        if not names:
+            return {}
+        for row in rows:
+            if row.get(column) not in names:
+                raise ValueError(
+                    f"a row has {row.get(column)!r:.80} in the column `{column}` (teacher_column), which is no teacher "
+                    f"of teacher_model_server_urls: name one of {', '.join(names)}"
+                )
+        return {TEACHER_NUMBER: torch.tensor([names.index(row[column]) for row in rows])}
 
     @property
     def compares(self) -> bool:
@@ -78,8 +104,18 @@ class ServedTeacherOptions(TeacherOptions):
         Raises:
             ValueError: naming the options and the way out.
         """
+        for name, plain in (("teacher_model_server_timeout", 240.0), ("teacher_column", "teacher")):
+            value, needs = getattr(self, name), "urls" if name == "teacher_column" else "url"
+            if value != plain and not (self.teacher_model_server_urls or (needs == "url" and self.asked)):
+                raise ValueError(f"{name}={value!r} requires teacher_model_server_{needs}: set that, or leave it out")
         if self.asked is None:
             return
+        url, urls = self.teacher_model_server_url, self.teacher_model_server_urls
+        if urls is not None and (url is not None or not urls):
+            raise ValueError(
+                f"teacher_model_server_url={url!r} and teacher_model_server_urls={urls!r}: give the address of one "
+                "teacher, or of several by their names"
+            )
         for name in OF_LOADED:
             if (value := getattr(self, name)) is not None:
                 raise ValueError(f"{name}={value!r} loads a teacher, and {self.asked} asks one: leave one of them out")

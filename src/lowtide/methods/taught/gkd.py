@@ -56,10 +56,10 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, NamingTeacherOptions)
         SHARE,
     )
     seq_kd: bool = option(False, "Where the student does not write, the teacher does, in place of the data.")
-    teacher_logprobs: str | None = option(
+    teacher_logprobs: str | list[str] | None = option(
         None,
         "A folder of a teacher's log-probabilities of the data's completions, which `lowtide teacher-logprobs` wrote: "
-        "no teacher is loaded.",
+        "no teacher is loaded. Several folders: each row's are those of the first that has it.",
         group=Group.REFERENCE,
     )
     max_new_tokens: int = option(128, "Most tokens of a completion that is written.", COUNT)
@@ -104,11 +104,16 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, NamingTeacherOptions)
 
     def _check_teacher(self) -> None:
         self.check_asked()
-        folder, url = self.teacher_logprobs, self.teacher_model_server_url
+        folder, url = self.teacher_logprobs, self.teacher_model_server_url or self.teacher_model_server_urls
         if folder is not None and url is not None:
             raise ValueError(
-                f"teacher_model_server_url={url!r} and teacher_logprobs={folder!r} are two teachers: leave one of them "
-                "out"
+                f"a server ({url!r}) and teacher_logprobs={folder!r} are two teachers: leave one of them out"
+            )
+        if self.teacher_names:
+            raise ValueError(
+                "teacher_model_server_urls names several teachers, which are told apart by a column of prompts: take "
+                "on-policy distillation (DistillationConfig), or write the log-probabilities of each teacher's rows "
+                "and name the folders (teacher_logprobs)"
             )
         if self.asked is not None and self.seq_kd and self.lmbda < 1:
             raise ValueError(

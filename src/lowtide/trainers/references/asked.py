@@ -6,10 +6,12 @@ any step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lowtide.data.teacher_logprobs import Teacher, texts_of
+from lowtide.data.batches.values import TEACHER_NUMBER
+from lowtide.data.teacher_logprobs import Answers, Asked, Teacher, answers_of, texts_of
 from lowtide.engine.forward import same_rows_of
 from lowtide.ragged import RaggedBatch
 from lowtide.run.asked_teacher import make_asked
@@ -20,13 +22,13 @@ class AskedTeacher:
     """Has the teacher of a run say what it knows of batches.
 
     Args:
-        teacher: who is asked.
+        teachers: who is asked; of several, each of the rows that say so.
         text: what the start-up report says of it.
         trainer: whose batches they are.
     """
 
-    def __init__(self, teacher: Teacher, text: str, trainer: Any) -> None:
-        self.teacher, self.text, self.runner, self.options = teacher, text, trainer.runner, trainer.args
+    def __init__(self, teachers: Sequence[Teacher], text: str, trainer: Any) -> None:
+        self.teachers, self.text, self.runner, self.options = teachers, text, trainer.runner, trainer.args
         self.same_rows = same_rows_of(trainer.training_run.model)
 
     @classmethod
@@ -45,6 +47,14 @@ class AskedTeacher:
             raise ValueError(f"{options.asked} asks of texts, and rows show images: load the teacher")
         return cls(*made, trainer)
 
+    def ask(self, batch: RaggedBatch, texts: Sequence[Asked]) -> Answers:
+        """What is said of the texts of a batch, in the order of its scores."""
+        numbers = [0] * len(texts)
+        if len(self.teachers) > 1:
+            of_rows = batch.row_values[TEACHER_NUMBER].tolist()
+            numbers = [of_rows[part.row] for part in batch.segments if part.score_start < part.score_stop]
+        return answers_of([each.ask for each in self.teachers], texts, numbers)
+
     def read(self, batch: RaggedBatch, seen: RaggedBatch | None = None) -> RaggedBatch:
         """The batch with what the teacher says of it; all ranks call this together.
 
@@ -54,7 +64,7 @@ class AskedTeacher:
         sync, found = RankSync("teacher", part=batch), []
         with sync.local(), self.runner.phases.during("score"):
             if self.same_rows is None or self.same_rows.rank == 0:
-                found.append(self.teacher.ask(texts_of(batch if seen is None else seen)))
+                found.append(self.ask(batch, texts_of(batch if seen is None else seen)))
         sync.meet(self.runner.device)
         if self.same_rows is not None:
             found = self.same_rows.of_first(found)

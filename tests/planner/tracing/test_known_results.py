@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import LlamaConfig
 
 import lowtide
+from lowtide.compat.torch import without_modes
 from lowtide.planner.answers.row_lengths import rows_of
 from lowtide.planner.devices import device_named
 from lowtide.planner.tracing import fake_run, known_results
@@ -99,6 +100,35 @@ def test_a_view_is_in_the_storage_of_what_it_is_of(fake):
     assert func.times == 1
     assert (view.shape, view.storage_offset()) == ((4, 5), 10)
     assert view.untyped_storage()._cdata == base.untyped_storage()._cdata
+
+
+def test_a_view_may_be_of_another_dtype(fake):
+    run, func = KnownResults(fake), Asked(aten.view.dtype)
+    run(func, (torch.empty(8, dtype=torch.bfloat16), torch.int16), {})
+    base = torch.empty(8, dtype=torch.bfloat16)
+    view = run(func, (base, torch.int16), {})
+    assert func.times == 1
+    assert (view.shape, view.dtype) == ((8,), torch.int16)
+    assert view.untyped_storage()._cdata == base.untyped_storage()._cdata
+
+
+def test_what_is_looked_up_in_a_table_with_values_has_none(fake):
+    run, func = KnownResults(fake), Asked(aten.index_select.default)
+    with without_modes():
+        table = torch.arange(5.0)
+    codes = torch.empty(3, dtype=torch.int32)
+    first, second = run(func, (table, 0, codes), {}), run(func, (table, 0, codes), {})
+    assert func.times == 1
+    assert isinstance(second, FakeTensor)
+    assert form(first) == form(second)
+
+
+def test_random_numbers_have_no_values_of_a_generator(fake):
+    run, func = KnownResults(fake), Asked(aten.randint.generator)
+    options = {"generator": torch.Generator(), "device": torch.device("cpu"), "pin_memory": False}
+    first, second = run(func, (9, [4]), options), run(func, (9, [4]), options)
+    assert func.times == 1
+    assert form(first) == form(second)
 
 
 def test_parts_are_in_one_storage(fake):

@@ -113,6 +113,12 @@ class DescribedModel:
         """How many there are."""
         return self.config.get_text_config().num_hidden_layers
 
+    @property
+    def kinds(self) -> int:
+        """After how many layers their kinds repeat, as of attention: sliding, full, sliding, full."""
+        kinds = getattr(self.config.get_text_config(), "layer_types", None) or [None]
+        return next(turn for turn in range(1, len(kinds) + 1) if kinds == (kinds[:turn] * len(kinds))[: len(kinds)])
+
     def of_layers(self, layers: int) -> nn.Module:
         """The model with so many layers, on the CPU, without adapters; the trainer puts them on.
 

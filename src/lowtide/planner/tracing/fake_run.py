@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,6 +67,9 @@ from lowtide.step_plan import Limits, cut_rows
 B = TypeVar("B")
 SAMPLE = 512
 """Rows that stand for a larger dataset which is not prepared yet."""
+
+_turns: dict[str, int] = {}
+"""By a model's config, how many of its layers counted as one when it was traced before."""
 
 VLLM_NOT_COUNTED = (
     "vLLM's own memory in this process is not counted: add vllm_gpu_memory_utilization times the device's memory"
@@ -296,21 +300,34 @@ class FakeRun:
         return TracedRun(list(trace.events), costs, batch.tokens, micro_batches, share)
 
     def _unrolled(self, device: Device) -> TracedRun:
-        model, together = self.model, self._together
-        layers, groups = model.layers, model.layers // together
-        if groups <= TRACED_LAYERS:
+        model = self.model
+        layers = model.layers
+        if layers // self._together <= TRACED_LAYERS:
             return self.traced_layers(layers, device)
-        try:
-            if layers % together or self.method.head.trains_beside is not None or not model.layers_alike():
-                raise UnlikeLayers
-            few = self.traced_layers(TRACED_LAYERS * together, device, together)
-            events = unrolled(few.events, groups)
-        except UnlikeLayers:
-            whose = "the adapters" if self.peft_config is not None else f"model type {self.described.model_type}"
-            whose = self.method.head.trains_beside or whose
-            note = f"the layers of {whose} are not alike: all {layers} were traced"
-            return replace(self.traced_layers(layers, device), notes=(note,))
-        return replace(few, events=events, costs={name: each.unrolled(groups) for name, each in few.costs.items()})
+        if self.method.head.trains_beside is None and model.layers_alike():
+            for together in self._in_turn(model):
+                few = self.traced_layers(TRACED_LAYERS * together, device, together)
+                with contextlib.suppress(UnlikeLayers):
+                    groups = layers // together
+                    events = unrolled(few.events, groups)
+                    _turns[self._key] = together
+                    costs = {name: each.unrolled(groups) for name, each in few.costs.items()}
+                    return replace(few, events=events, costs=costs)
+        whose = "the adapters" if self.peft_config is not None else f"model type {self.described.model_type}"
+        whose = self.method.head.trains_beside or whose
+        note = f"the layers of {whose} are not alike: all {layers} were traced"
+        return replace(self.traced_layers(layers, device), notes=(note,))
+
+    def _in_turn(self, model: DescribedModel) -> Iterator[int]:
+        """How many layers may count as one, the fewest first: one, as far as nobody found that these differ, or a turn
+        of all kinds; after so many layers a run does the same again in any case."""
+        for turn in dict.fromkeys(math.lcm(self._together, each) for each in (_turns.get(self._key, 1), model.kinds)):
+            if model.layers % turn == 0 and model.layers // turn > TRACED_LAYERS:
+                yield turn
+
+    @property
+    def _key(self) -> str:
+        return self.described.to_json_string(use_diff=False)
 
     @property
     def _together(self) -> int:

@@ -45,6 +45,7 @@ class _Viewed(NamedTuple):
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    dtype: torch.dtype
     offset: int
 
 
@@ -110,6 +111,10 @@ class KnownResults:
                 key.append(value)
             elif kind is bool or kind is float:  # equal to a whole number, but no index
                 key += (kind, value)
+            elif kind is Tensor and not key[0].is_view:  # a table with values, of which a result has none
+                key += (kind, value.shape, value.stride(), value.dtype, value.device)
+            elif kind is torch.Generator:
+                key.append(kind)
             elif kind is list or kind is tuple:
                 key += (kind, len(value))
                 self._describe(value, key, tensors)
@@ -151,9 +156,9 @@ class KnownResults:
                 return _Given(number)
         size, stride, storage = tuple(out.shape), out.stride(), out.untyped_storage()
         if storage_id(storage) in storages:
-            if storage_id(storage) != storages[0] or out.dtype != tensors[0].dtype:
+            if storage_id(storage) != storages[0]:
                 raise _NotKept
-            return _Viewed(size, stride, int(out.storage_offset()))
+            return _Viewed(size, stride, out.dtype, int(out.storage_offset()))
         reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if out.storage_offset() or storage.nbytes() != reach * out.itemsize:
             raise _NotKept
@@ -170,7 +175,7 @@ class KnownResults:
             return self._faked(meta, form.device)
         first = tensors[0]
         with without_dispatch():
-            meta = torch.empty_strided((0,), (1,), dtype=first.dtype, device="meta")
+            meta = torch.empty_strided((0,), (1,), dtype=form.dtype, device="meta")
             meta.set_(cast(Any, first.untyped_storage()), form.offset, form.size, form.stride)
         return self._faked(meta, first.fake_device)
 

@@ -149,7 +149,7 @@ def url(engine: Writes) -> Iterator[str]:
 
 def generator_at(url: str, model: nn.Module, **limits: Any) -> VLLMServerGenerator:
     install(model)
-    return VLLMServerGenerator(url, model, timeout=5.0, limits=Limits(**limits))
+    return VLLMServerGenerator(url, model, timeout=60.0, limits=Limits(**limits))
 
 
 def distance(model: nn.Module, found: list) -> float:
@@ -211,7 +211,7 @@ def test_a_server_that_was_started_again_gets_the_base_again():
         generator.sync(model, 0)
     moved(model)
     with writing_server(second) as running:
-        calls = Calls(running.url, 5.0)
+        calls = Calls(running.url, 60.0)
         generator.calls = generator.backend.calls = calls
         with pytest.raises(StaleWeights, match="does not hold the weights of this run"):
             generator.generate(model, REQUESTS, SAMPLING)
@@ -232,7 +232,7 @@ def test_what_goes_merged_is_the_policy_too(engine: Writes, url: str):
 
 
 def test_an_adapter_without_its_base_is_refused(url: str):
-    calls = Calls(url, 5.0)
+    calls = Calls(url, 60.0)
     with pytest.raises(Refused, match=r"409.*whose base is not here"):
         calls.post_bytes("/adapters/put", adapter_file(adapted(), LABEL), {})
     for nothing in (b"", b"1" * 100, (2**63).to_bytes(8, "little") + b"{}", (9).to_bytes(8, "little") + b'{"a": []}'):

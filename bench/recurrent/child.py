@@ -130,7 +130,7 @@ def experts(spec: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lowtide.compat.peft import adapted_stacks
-    from lowtide.engine.layers.expert_adapters import install_expert_adapters
+    from lowtide.engine.layers.experts import install_experts
 
     torch.manual_seed(0)
     base: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **EXPERT_SIZES), dtype=torch.float32)
@@ -138,7 +138,7 @@ def experts(spec: dict[str, Any]) -> dict[str, Any]:
     model = get_peft_model(base, LoraConfig(r=RANK, target_modules=[], target_parameters=stacks))
     (layer,) = adapted_stacks(model)
     if spec["grouped"]:
-        install_expert_adapters(model)
+        install_experts(model)
     weights, chosen = torch.rand(TOKENS, EXPERTS).topk(CHOSEN)
     meter, seconds = PeakMeter("cpu"), []
     meter.start()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from lowtide.compat.transformers import has_stacks, stack_names
 
 
 def is_4_bit(weight: Any) -> bool:
@@ -15,11 +21,34 @@ def is_4_bit(weight: Any) -> bool:
     return getattr(weight, "quant_state", None) is not None
 
 
+def in_4_bits(weight: Tensor, **how: Any) -> nn.Parameter:
+    """A weight of any shape in 4 bits, frozen.
+
+    Args:
+        how: what bitsandbytes' own layers have of their weights, such as `quant_type` (NF4 by default).
+    """
+    from bitsandbytes.nn import Params4bit
+
+    return Params4bit(weight, requires_grad=False, **{"quant_type": "nf4", **how}).to(weight.device)
+
+
 def dense_4_bit(weight: Any, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs]: what a weight in 4 bits stands for."""
+    """What a weight in 4 bits stands for, [outputs, inputs] of a matrix."""
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(weight.data, weight.quant_state).to(dtype)
+    state = weight.quant_state
+    if not reads_apart(weight):
+        return dequantize_4bit(weight.data, state).to(dtype)
+    blocks = copy.copy(state)
+    count = state.shape.numel()
+    blocks.shape = torch.Size((1, count) if count % state.blocksize else (count // state.blocksize, state.blocksize))
+    return dequantize_4bit(weight.data, blocks).view(state.shape).to(dtype)
+
+
+def reads_apart(weight: Any) -> bool:
+    """Whether bitsandbytes would read a weight in 4 bits with others' scales: scales are those of blocks of numbers,
+    whichever rows these are of, and on a CPU it begins a block with each row."""
+    return weight.device.type == "cpu" and weight.quant_state.shape[-1] % weight.quant_state.blocksize != 0
 
 
 def dense_of(layer: Any) -> Callable[[torch.dtype], Tensor] | None:
@@ -27,3 +56,43 @@ def dense_of(layer: Any) -> Callable[[torch.dtype], Tensor] | None:
     if is_4_bit(layer.weight):
         return partial(dense_4_bit, layer.weight)
     return getattr(layer, "dense", None)
+
+
+@contextlib.contextmanager
+def stacks_in_4_bits() -> Iterator[None]:
+    """While it lasts, transformers stores the stacks of experts' weights in 4 bits too where it loads a model in them,
+    each as soon as it is joined from its files. By itself it does so with linear layers alone."""
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    with patch.dict(AUTO_QUANTIZER_MAPPING, bitsandbytes_4bit=_with_stacks()):
+        yield
+
+
+@functools.cache
+def _with_stacks() -> type:
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+
+    class Quantize(Bnb4bitQuantize):
+        def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, Any]:
+            ((name, given),) = input_dict.items()
+            if not self.hf_quantizer.is_stack(model, name):
+                return super().convert(input_dict, model=model, **kwargs)
+            config = self.hf_quantizer.quantization_config
+            how = {"quant_type": config.bnb_4bit_quant_type, "compress_statistics": config.bnb_4bit_use_double_quant}
+            return {name: in_4_bits(given[0] if isinstance(given, list) else given, **how)}
+
+    class Quantizer(Bnb4BitHfQuantizer):
+        def is_stack(self, model: Any, param_name: str) -> bool:
+            module, name = get_module_from_name(model, param_name)
+            converted = should_convert_module(param_name.rpartition(".")[0], self.modules_to_not_convert)
+            return converted and has_stacks(module) and name in stack_names(module)
+
+        def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+            return super().param_needs_quantization(model, param_name, **kwargs) or self.is_stack(model, param_name)
+
+        def get_quantize_ops(self) -> Any:
+            return Quantize(self)
+
+    return Quantizer

@@ -34,6 +34,20 @@ def own_targets(config: Any, model_type: str) -> Any:
     return () if named or not known else known.get(model_type)
 
 
+def refused_modules(config: Any, model: nn.Module) -> list[str]:
+    """The ends of the names of linear layers that PEFT refuses to adapt in a model: a Mamba layer's `out_proj`, of which
+    its fast kernels read the weight itself."""
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    found = []
+    for end in sorted({name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}):
+        try:
+            _check_lora_target_modules_mamba(config, model, end)
+        except ValueError:
+            found.append(end)
+    return found
+
+
 def gradients_are_noted(model: nn.Module) -> bool:
     """Whether PEFT's `preprocess_loraga` was called on a model, which leaves gradients at its layers for LoRA-GA."""
     return any(hasattr(module, "_peft_loraga_grad") for module in model.modules())

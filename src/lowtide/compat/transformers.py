@@ -564,9 +564,19 @@ GROUPED = "grouped_mm"
 """The implementation of experts that takes their products in groups of tokens, and the name of its function."""
 
 
+def has_stacks(module: Any) -> bool:
+    """Whether a module is the experts of a mixture, whose stacks of weights can be multiplied by groups of tokens."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
+def stack_names(experts: Any) -> tuple[str, str]:
+    """The names of experts' two stacks of weights."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
 def run_in_groups(experts: Any) -> bool:
     """Whether a module is the experts of a mixture whose stacks of weights are multiplied by groups of tokens."""
-    return hasattr(experts, "is_transposed") and experts_implementation(experts.config) == GROUPED
+    return has_stacks(experts) and experts_implementation(experts.config) == GROUPED
 
 
 def experts_implementation(config: Any) -> str | None:

@@ -31,7 +31,7 @@ from lowtide.engine.images import image_inputs, shown_images
 from lowtide.engine.layers.adapter_inputs import install_adapter_inputs
 from lowtide.engine.layers.dropout import install_dropout
 from lowtide.engine.layers.embedding import install_embedding
-from lowtide.engine.layers.expert_adapters import install_expert_adapters
+from lowtide.engine.layers.experts import install_experts
 from lowtide.engine.layers.linear import install_linear
 from lowtide.engine.layers.mixers import install_mixers
 from lowtide.engine.layers.noise import noisy_embeddings
@@ -120,7 +120,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
         return  # it was, before it was cut
     keep_trainable(inner)
     install_adapter_inputs(inner)
-    install_expert_adapters(inner)
+    install_experts(inner)
     install_head(inner)
     if inner.config.is_encoder_decoder:
         share_embedding(inner)

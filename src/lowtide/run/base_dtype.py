@@ -19,6 +19,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.loading import has_adapters
 from lowtide.engine.weights.quantized import is_quantized, put_in_float8, put_in_nvfp4
 from lowtide.engine.weights.reference_storage import layer_lists
+from lowtide.engine.weights.stacks import plain_stacks, put_stack_in_float8
 from lowtide.memory.options import FLOAT8, NVFP4
 from lowtide.ops.layers.float8 import fits
 from lowtide.process.ways_out import in_python
@@ -28,8 +29,9 @@ STORED: dict[str, Callable[[nn.Linear, torch.device], None]] = {FLOAT8: put_in_f
 
 
 def store_base(model: nn.Module, args: Any) -> None:
-    """Stores the frozen weights of a model's layers as `base_dtype` says; embeddings, head, what the model keeps in
-    float32 and what is no matrix with sizes that are multiples of 16 stay as they are.
+    """Stores the frozen weights of a model's layers as `base_dtype` says, and in FP8 their stacks of experts' weights
+    too; embeddings, head, what the model keeps in float32 and matrices whose sizes are no multiples of 16 stay as they
+    are.
 
     Args:
         model: with its adapters.
@@ -49,6 +51,10 @@ def store_base(model: nn.Module, args: Any) -> None:
     for layer in layers:
         if not layer.weight.requires_grad and fits(layer.weight):
             STORED[wanted](layer, args.device)
+    for experts, name in (each for stack in layer_lists(model) for each in plain_stacks(stack)):
+        weight: torch.Tensor = getattr(experts, name)
+        if wanted == FLOAT8 and not weight.requires_grad and fits(weight[0]):
+            put_stack_in_float8(experts, name, args.device)
 
 
 def _check(model: nn.Module, wanted: str, layers: list[nn.Linear]) -> None:

@@ -65,11 +65,11 @@ def test_weights_are_those_of_the_whole_model_where_they_are_streamed(capsys):
 
 
 @pytest.mark.slow
-def test_experts_are_not_counted_in_4_bits(capsys):
-    """Of Qwen3-30B-A3B 1.5 billion weights of 30.5 are no experts'."""
+def test_stacks_of_experts_are_counted_in_4_bits(capsys):
+    """Of Qwen3-30B-A3B 29 billion weights of 30.5 are experts'."""
     words = ["--model", "Qwen/Qwen3-30B-A3B", "--lengths", "64x1", "--device", "4090", "--use_peft"]
     found = ways(capsys, "sft", *words, "--dtype", "bfloat16")
-    assert any("in 4 bits (QLoRA, some 54.81 GiB, routed experts in 16 bits)" in way for way in found), found
+    assert any("in 4 bits (QLoRA, some 15.99 GiB)" in way for way in found), found
 
 
 def test_a_way_that_does_not_fit_is_known():

@@ -22,7 +22,9 @@ class AdapterOptions:
     use_peft: bool = option(False, "Train a LoRA adapter in place of the whole model.")
     lora_r: int = option(16, "Rank of the adapter.", COUNT)
     lora_alpha: int = option(32, "Scale of the adapter: its output is multiplied by alpha / r.", COUNT)
-    lora_dropout: float = option(0.05, "Dropout before the adapter.", Range(least=0, below=1))
+    lora_dropout: float | None = option(
+        None, "Dropout before the adapter. None: 0.05, or 0 where experts' weights are adapted.", Range(least=0, below=1)
+    )
     lora_target_modules: str | list[str] | None = option(
         None,
         "Names of the layers to adapt, 'all-linear', or 'all-linear-experts' for routed experts' weights too. "
@@ -72,7 +74,7 @@ class AdapterOptions:
             task_type=self.lora_task_type,
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
-            lora_dropout=self.lora_dropout,
+            lora_dropout=self._dropout(),
             target_modules=targets,
             target_parameters=self.lora_target_parameters,
             modules_to_save=self.lora_modules_to_save,
@@ -80,6 +82,14 @@ class AdapterOptions:
             use_dora=self.use_dora,
             bias="none",
         )
+
+    def _dropout(self) -> float:
+        """TRL's, where PEFT has one: it has none for adapters of a parameter, such as that of all experts."""
+        from lowtide.engine.weights.loading import WITH_EXPERTS
+
+        if self.lora_dropout is not None:
+            return self.lora_dropout
+        return 0.0 if self.lora_target_parameters or self.lora_target_modules == WITH_EXPERTS else 0.05
 
     def quantization_config(self, *, bf16: bool, fp16: bool) -> BitsAndBytesConfig | None:
         """How weights are quantized, and computed with in the precision of the run."""

@@ -20,6 +20,7 @@ from peft import PeftConfig
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
+from lowtide.compat.bitsandbytes import stacks_in_4_bits
 from lowtide.compat.transformers import note_loaded_adapters
 from lowtide.compat.transformers_loading import telling_what_was_read
 from lowtide.engine.heads.value import TURNS_FILE, TURNS_READ
@@ -27,6 +28,7 @@ from lowtide.engine.virtual_tokens import kind_of_prompt
 from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.load_errors import arguments_named, to_install
 from lowtide.engine.weights.places import named_base
+from lowtide.engine.weights.stacks import shapes_of_stacks
 from lowtide.engine.weights.weight_files import broken_files_named, read_json, stored_as_whole_numbers
 from lowtide.ops.mapped import FilePages
 
@@ -64,6 +66,7 @@ def load_complete(kind: Any, name: str, *, new_head: bool = False, **init: Any) 
         broken_files_named(name),
         arguments_named(name, init),
         telling_what_was_read(FilePages().let_go),
+        stacks_in_4_bits() if init.get("quantization_config") is not None else contextlib.nullcontext(),
     ):
         model, found = kind.from_pretrained(
             name, **{**init, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -247,7 +250,7 @@ def load_adapters(base: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
     """
     from peft import PeftModel
 
-    with _adapters_named(folder, base), warnings.catch_warnings():
+    with _adapters_named(folder, base), shapes_of_stacks(base), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Found missing adapter keys")  # refused below, with their names
         model = PeftModel.from_pretrained(base, folder, is_trainable=is_trainable)
         found = model.load_adapter(folder, str(model.active_adapter), is_trainable=is_trainable)

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lowtide.compat.peft import gradients_are_noted, own_targets
+from lowtide.compat.peft import gradients_are_noted, own_targets, refused_modules
 from lowtide.compat.transformers import has_loaded_adapters
 from lowtide.engine.heads import check_type
 from lowtide.engine.heads.head import Head
@@ -36,6 +36,7 @@ from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.places import check_config_file, check_model_place
 from lowtide.engine.weights.quantized import check_torchao, is_quantized
 from lowtide.engine.weights.sharded.shard_files import shards_in
+from lowtide.engine.weights.stacks import expert_stacks, shapes_of_stacks
 from lowtide.process.ways_out import in_python
 
 logger = logging.getLogger(__name__)
@@ -192,15 +193,16 @@ def adapt(
         )
     check_adapters(peft_config)
     base = cast(PreTrainedModel, model)
-    peft_config = _with_targets(_with_experts(peft_config, base), base)
-    if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
-        base.enable_input_require_grads()
-    _warn_of_unmatched(peft_config, base)
-    _warn_of_values(peft_config, base)
-    with options_named(peft_config, base):
-        adapted = get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
-    if getattr(peft_config, "target_modules", None) == "all-linear":
-        _tell_of_frozen_experts(adapted)
+    with shapes_of_stacks(base):
+        peft_config = _without_refused(_with_targets(_with_experts(peft_config, base), base), base)
+        if gradient_checkpointing and (checkpointing_kwargs or {}).get("use_reentrant"):
+            base.enable_input_require_grads()
+        _warn_of_unmatched(peft_config, base)
+        _warn_of_values(peft_config, base)
+        with options_named(peft_config, base):
+            adapted = get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
+        if getattr(peft_config, "target_modules", None) == "all-linear":
+            _tell_of_frozen_experts(adapted)
     _tell_of_whole_experts(adapted)
     return adapted
 
@@ -279,11 +281,6 @@ def _with_experts(peft_config: Any, model: nn.Module) -> Any:
     return peft_config
 
 
-def expert_stacks(weights: Mapping[str, Tensor]) -> list[str]:
-    """The names of weights that are those of all experts of a layer."""
-    return [name for name, p in weights.items() if p.dim() == 3 and ".experts." in name]
-
-
 def _end_of(name: str) -> str:
     """The end of a stack's name, which the other layers' have too."""
     return f"experts.{name.rpartition('.experts.')[2]}"
@@ -310,9 +307,10 @@ def _tell_of_frozen_experts(adapted: nn.Module) -> None:
 
 
 def _tell_of_whole_experts(model: nn.Module) -> None:
-    """Says which experts of a quantized model are not: bitsandbytes and torchao quantize linear layers alone."""
+    """Says which experts of a quantized model are not: bitsandbytes in 8 bits and torchao quantize linear layers alone,
+    and some families' experts are not multiplied in groups."""
     weights = dict(model.named_parameters())
-    whole = [name for name in expert_stacks(weights) if not is_quantized(weights[name])]
+    whole = expert_stacks(weights)
     if whole and any(is_quantized(each) for each in weights.values()):
         ends = ", ".join(sorted({_end_of(name.replace(".base_layer", "")) for name in whole}))
         share = sum(weights[name].nbytes for name in whole) / sum(each.nbytes for each in weights.values())
@@ -362,6 +360,21 @@ def _with_targets(peft_config: Any, model: PreTrainedModel) -> Any:
         )
     peft_config = copy.copy(peft_config)
     peft_config.target_modules = found if isinstance(found, str) else set(found)
+    return peft_config
+
+
+def _without_refused(peft_config: Any, model: PreTrainedModel) -> Any:
+    """The configuration without the layers that PEFT refuses, where all linear ones are asked for."""
+    if getattr(peft_config, "target_modules", None) != "all-linear":
+        return peft_config
+    refused, excluded = refused_modules(peft_config, model), getattr(peft_config, "exclude_modules", None) or ()
+    if not refused or isinstance(excluded, str):
+        return peft_config
+    logger.info(
+        f"all linear layers get adapters but for {', '.join(refused)}, which PEFT refuses for {model.config.model_type}"
+    )
+    peft_config = copy.copy(peft_config)
+    peft_config.exclude_modules = [*excluded, *refused]
     return peft_config
 
 

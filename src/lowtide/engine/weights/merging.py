@@ -30,6 +30,7 @@ from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.heads import HEADS
 from lowtide.engine.virtual_tokens import kind_of_prompt, prompt_config
 from lowtide.engine.weights.quantized import dense_weight, is_quantized
+from lowtide.engine.weights.stacks import stored_stacks
 from lowtide.engine.weights.sharded.shard_files import OF_A_MODEL, WeightFiles, missing_shards, shards_in
 from lowtide.own_files import share_file
 from lowtide.ranks.shards import held_whole
@@ -289,6 +290,9 @@ def _cast(value: Tensor, stored: Tensor, dtype: torch.dtype | None, dense: torch
 
 def _dense(module: nn.Module) -> nn.Module:
     """The module itself, or where it is quantized a dense one with its values."""
+    if stacks := stored_stacks(module):
+        made = {name: stack.dense(torch.float32) for name, stack in stacks.items()}
+        return with_parameters(module, {name: nn.Parameter(each, requires_grad=False) for name, each in made.items()})
     weight = getattr(module, "weight", None)
     if not (isinstance(module, nn.Linear) and isinstance(weight, Tensor) and is_quantized(weight)):
         return module
@@ -311,8 +315,9 @@ def _merged(tuners: list[Any], module: nn.Module) -> dict[str, Tensor]:
         for tuner in tuners:
             stack.callback(setattr, tuner, "merged_adapters", list(tuner.merged_adapters))
             stack.enter_context(caches_kept(tuner))
-            # The merge of a quantized layer's own tuner would quantize the sum again.
-            merge = type(tuner).merge if dense is module else Linear.merge
+            # The merge of a quantized linear layer's own tuner would quantize the sum again.
+            requantizes = dense is not module and isinstance(dense, nn.Linear)
+            merge = Linear.merge if requantizes else type(tuner).merge
             merge(tuner)
     return _own(twin)
 

@@ -11,7 +11,11 @@ made to compute in training, evaluation and as a reference alike, and with every
   backward. Both dequantize here, for one product at a time, in forward and once more in backward; so do layers in
   4 bits that are streamed to a GPU;
 - weights in FP8 (`put_in_float8`) are lowtide's own: codes beside scales of rows, which are multiplied as they are
-  where that can be (`ops.layers.float8`).
+  where that can be (`ops.layers.float8`);
+- bitsandbytes begins the blocks of 4-bit weights anew with each row on a CPU, where it reads them: rows whose width is
+  no multiple of a block's would be multiplied by others' scales.
+
+Stacks of experts' weights are multiplied elsewhere (`engine.layers.experts`).
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowtide.compat.bitsandbytes import dense_4_bit, is_4_bit
+from lowtide.compat.bitsandbytes import dense_4_bit, is_4_bit, reads_apart
 from lowtide.compat.torch import parts_of
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.float8 import RowScaled
@@ -72,13 +76,13 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> Tensor:
 
 def stored_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
     """By the `id` of each quantized weight of a model, the tensors that its codes and scales lie in."""
-    return {id(weight): _stored(layer, weight) for layer, weight in _quantized(model)}
+    return {id(weight): _stored(layer, name) for layer, name, weight in _quantized(model)}
 
 
 def move_stored(model: nn.Module, place: Callable[[Tensor], Tensor]) -> None:
     """Has the codes and scales of a model's quantized weights lie in other tensors of the same values."""
-    for layer, weight in _quantized(model):
-        for tensor in _stored(layer, weight):
+    for layer, name, weight in _quantized(model):
+        for tensor in _stored(layer, name):
             tensor.data = place(tensor.data)
         if getattr(weight, "CB", None) is not None:  # the codes again, which bitsandbytes holds beside them
             weight.CB = weight.data
@@ -93,15 +97,16 @@ def compute_where_brought(model: nn.Module, device: torch.device) -> None:
     Raises:
         ValueError: a weight is in torchao's form, whose parts are not brought one by one.
     """
-    for layer, weight in _quantized(model):
+    for layer, name, weight in _quantized(model):
         check_brought(weight)
         if is_4_bit(weight):
             for state in (weight.quant_state, weight.quant_state.state2):
                 for name in ("code", "offset"):
                     if isinstance(small := getattr(state, name, None), Tensor):
                         setattr(state, name, small.to(device))
-            layer.forward = types.MethodType(_forward, layer)
-        elif float8.stored(layer) is None:
+            if isinstance(layer, nn.Linear):
+                layer.forward = types.MethodType(_forward, layer)
+        elif float8.stored(layer, name) is None:
             for holder in (weight, cast(Any, layer).state):
                 holder.CB, holder.SCB = None, None if holder.SCB is None else holder.SCB.to(device)
     for module in model.modules():
@@ -137,6 +142,8 @@ def keep_trainable(model: nn.Module) -> None:
                     "over uncalled"
                 )
             layer.support_avx512bf16_for_cpu = False
+            if is_4_bit(layer.weight) and reads_apart(layer.weight):
+                layer.forward = types.MethodType(_forward, layer)
         elif float8.stored(layer) is not None:
             layer.forward = types.MethodType(_forward, layer)
         elif isinstance(layer, nn.Linear) and (_is_8_bit(layer) or _is_torchao(layer.weight)):
@@ -185,19 +192,22 @@ def check_torchao(config: Any, dtype: torch.dtype, device: torch.device) -> None
     keep_trainable(trial)
 
 
-def _quantized(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Each quantized weight once, with the module that has it."""
-    owners = {id(p): (module, p) for module in model.modules() for p in module.parameters(recurse=False)}
-    return ((module, weight) for module, weight in owners.values() if is_quantized(weight))
+def _quantized(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Each quantized weight once, with the module that has it, and its name there."""
+    owners = {
+        id(p): (module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)
+    }
+    return ((module, name, weight) for module, name, weight in owners.values() if is_quantized(weight))
 
 
-def _stored(layer: nn.Module, weight: Any) -> list[Tensor]:
+def _stored(layer: nn.Module, name: str) -> list[Tensor]:
     """The tensors of one quantized weight that grow with it."""
+    weight = getattr(layer, name)
     if _is_torchao(weight):
         return [*parts_of(weight)]
     state = getattr(weight, "quant_state", None)
     scales = [each.absmax for each in (state, getattr(state, "state2", None)) if each is not None]
-    return [weight, *scales, *layer.buffers(recurse=False)]
+    return [weight, *scales, *(each for beside, each in layer.named_buffers(recurse=False) if beside.startswith(name))]
 
 
 def _is_torchao(weight: Any) -> bool:

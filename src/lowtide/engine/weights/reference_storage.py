@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.engine.forward import causal_model
+from lowtide.engine.weights.stacks import plain_stacks, put_stack_in_4_bits
 
 
 def as_it_is(model: nn.Module, device: torch.device) -> None:
@@ -36,6 +37,8 @@ def in_4_bits(model: nn.Module, device: torch.device) -> None:
     _needs("bitsandbytes", "bnb", "4bit")
     for layers in layer_lists(model):
         _replace_linears(layers, device)
+        for experts, name in plain_stacks(layers):
+            put_stack_in_4_bits(experts, name, device)
     model.to(device)
 
 

@@ -38,7 +38,7 @@ class RowScaled(NamedTuple):
     """A matrix in 8 bits."""
 
     codes: Tensor
-    """[rows, columns]."""
+    """[rows, columns]; several matrices behind one another have a size before."""
     scales: Tensor
     """[rows, 1]: by which rows are multiplied, in float32."""
 
@@ -79,20 +79,20 @@ def input_gradient(grad: Tensor, weight: RowScaled) -> Tensor:
     return scaled_product(slopes.codes, _by_columns(weight.codes), slopes.scales, ones, out_dtype=grad.dtype)
 
 
-SCALES = "row_scales"
-"""The buffer of a linear layer whose weight is stored in 8 bits, beside it."""
+SCALES = "_row_scales"
+"""How the buffer is named that a module has beside a weight which is stored in 8 bits, behind the weight's name."""
 
 
-def store(layer: nn.Linear, rows: RowScaled) -> None:
-    """Has a linear layer hold its weight in 8 bits, frozen; as bytes, which ranks can send to one another."""
-    layer.weight = nn.Parameter(rows.codes.view(torch.uint8), requires_grad=False)
-    layer.register_buffer(SCALES, rows.scales, persistent=False)
+def store(layer: nn.Module, rows: RowScaled, name: str = "weight") -> None:
+    """Has a module hold a weight in 8 bits, frozen; as bytes, which ranks can send to one another."""
+    setattr(layer, name, nn.Parameter(rows.codes.view(torch.uint8), requires_grad=False))
+    layer.register_buffer(name + SCALES, rows.scales, persistent=False)
 
 
-def stored(layer: nn.Module) -> RowScaled | None:
-    """The weight of a layer that is stored in 8 bits; None of others."""
-    scales: Any = getattr(layer, SCALES, None)
-    return None if scales is None else RowScaled(cast(Any, layer).weight.view(FORMAT), scales)
+def stored(layer: nn.Module, name: str = "weight") -> RowScaled | None:
+    """The weight of a module that is stored in 8 bits; None of others."""
+    scales: Any = getattr(layer, name + SCALES, None)
+    return None if scales is None else RowScaled(getattr(layer, name).view(FORMAT), scales)
 
 
 def linear(x: Tensor, weight: RowScaled) -> Tensor:

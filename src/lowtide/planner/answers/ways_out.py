@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowtide.engine.weights.loading import expert_stacks
+from lowtide.engine.weights.stacks import expert_stacks, plain_stacks
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.options import TWO_PASS
 from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
@@ -56,17 +56,24 @@ def _in_bits(run: PlannedRun, bits: float) -> str:
 
 
 def _in_four_bits(run: PlannedRun) -> str:
-    """What they take in 4 bits, but for stacks of experts' weights: these are no linear layers, and stay in 16 bits."""
-    weights = _weights(run)
-    stacks = {name: weights.pop(name).numel() for name in expert_stacks(weights)}
-    found = bytes_text(int(sum(each.numel() for each in weights.values()) * FOUR_BITS / 8) + 2 * sum(stacks.values()))
-    return f"some {found}" + ", routed experts in 16 bits" * bool(stacks)
+    """What they take in 4 bits, but for stacks of experts' weights that are not multiplied in groups: these stay in 16."""
+    model = _model(run)
+    quantized = {id(getattr(experts, name)) for experts, name in plain_stacks(model)}
+    weights = dict(model.named_parameters())
+    whole = [name for name in expert_stacks(weights) if id(weights[name]) not in quantized]
+    left = sum(weights.pop(name).numel() for name in whole)
+    found = bytes_text(int(sum(each.numel() for each in weights.values()) * FOUR_BITS / 8) + 2 * left)
+    return f"some {found}" + ", routed experts in 16 bits" * bool(whole)
 
 
 def _weights(run: PlannedRun) -> dict[str, Tensor]:
     """The model's, without memory."""
+    return dict(_model(run).named_parameters())
+
+
+def _model(run: PlannedRun) -> nn.Module:
     made = DescribedModel(run.described, stored_dtype(run), run.method.head)
-    return dict(made.on_meta(made.layers).named_parameters())
+    return made.on_meta(made.layers)
 
 
 def _of_adapters(run: PlannedRun) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Layers that stand for bitsandbytes' 4-bit ones: the same bytes stored, the same tensors made, and no values.
+"""Layers and stacks that stand for bitsandbytes' 4-bit ones: the same bytes stored, the same tensors made, and no values.
 
 The real ones are quantized as they are loaded, by kernels that need values. What they hold is known: half a byte for
 each weight and a scale for each 64 of them, which is a float32 number or, with double quantization, 8 bits of one and a
@@ -14,10 +14,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lowtide.engine.weights.stacks import STAND_INS, StoredStack, plain_stacks
 from lowtide.process.ways_out import in_python
 
 SCALED, SCALES_SCALED = 64, 256
 """Weights that share a scale, and scales that share one."""
+
+
+class FourBits:
+    """A weight of a module, from now on as if it were stored in 4 bits: codes in its place, scales in buffers.
+
+    Args:
+        double: whether the scales are quantized too.
+    """
+
+    def __init__(self, module: nn.Module, name: str, *, double: bool) -> None:
+        self.module, self.name, self.nested = module, name, double
+        weight: Tensor = getattr(module, name)
+        self.shape, self.dtype = weight.shape, weight.dtype
+        count, device = weight.numel(), weight.device
+        codes = torch.empty(-(-count // 2), 1, dtype=torch.uint8, device=device)
+        setattr(module, name, nn.Parameter(codes, requires_grad=False))
+        scales = -(-count // SCALED)
+        kind = torch.uint8 if double else torch.float32
+        module.register_buffer(f"{name}_scales", torch.empty(scales, dtype=kind, device=device), persistent=False)
+        if double:
+            nested = torch.empty(-(-scales // SCALES_SCALED), dtype=torch.float32, device=device)
+            module.register_buffer(f"{name}_nested_scales", nested, persistent=False)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """A copy of the weight."""
+        scales: Tensor = getattr(self.module, f"{self.name}_scales")
+        scales = torch.empty(scales.shape, dtype=torch.float32, device=scales.device) if self.nested else scales
+        return torch.empty(self.shape, dtype=self.dtype, device=scales.device).to(dtype)
 
 
 class FourBitLinear(nn.Linear):
@@ -32,16 +61,8 @@ class FourBitLinear(nn.Linear):
     def __init__(self, like: nn.Linear, *, double: bool, compute_dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.bias = like.in_features, like.out_features, like.bias
-        self.stored_dtype, self.compute_dtype, self.nested = like.weight.dtype, compute_dtype, double
-        count, device = like.weight.numel(), like.weight.device
-        codes = torch.empty(-(-count // 2), 1, dtype=torch.uint8, device=device)
-        self.weight = nn.Parameter(codes, requires_grad=False)
-        scales = -(-count // SCALED)
-        kind = torch.uint8 if double else torch.float32
-        self.register_buffer("scales", torch.empty(scales, dtype=kind, device=device), persistent=False)
-        if double:
-            nested = torch.empty(-(-scales // SCALES_SCALED), dtype=torch.float32, device=device)
-            self.register_buffer("nested_scales", nested, persistent=False)
+        self.weight, self.compute_dtype = like.weight, compute_dtype
+        self.stored = FourBits(self, "weight", double=double)
 
     def forward(self, x: Tensor) -> Tensor:
         product: Any = _Product.apply(x.to(self.compute_dtype), self)
@@ -49,10 +70,7 @@ class FourBitLinear(nn.Linear):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """[out, in]: a copy of the weight."""
-        scales: Any = self.scales
-        scales = torch.empty(scales.shape, dtype=torch.float32, device=scales.device) if self.nested else scales
-        weight = torch.empty(self.out_features, self.in_features, dtype=self.stored_dtype, device=scales.device)
-        return weight.to(dtype)
+        return self.stored.dense(dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -89,7 +107,8 @@ def check_four_bit(quantization_config: Any, adapters: Any) -> None:
 
 
 def store_in_four_bits(model: nn.Module, quantization_config: Any = None) -> None:
-    """Has the linear layers of a model's layers stand for 4-bit ones; embeddings and head stay as they are.
+    """Has the linear layers of a model's layers, and their stacks of experts' weights, stand for 4-bit ones; embeddings
+    and head stay as they are.
 
     Args:
         quantization_config: a `BitsAndBytesConfig`; by default scales are not quantized, and products are in the
@@ -104,3 +123,6 @@ def store_in_four_bits(model: nn.Module, quantization_config: Any = None) -> Non
                     dtype = compute_dtype or child.weight.dtype
                     quantized = FourBitLinear(child, double=double, compute_dtype=dtype)
                     setattr(parent, name, quantized)
+        for experts, name in plain_stacks(stack):
+            stored = FourBits(experts, name, double=double)
+            vars(experts).setdefault(STAND_INS, {})[name] = StoredStack(stored.shape, stored.dense)

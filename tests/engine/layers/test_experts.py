@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from lowtide.engine import forward
 from lowtide.engine.adapters import adapters_off
 from lowtide.engine.forward import install
-from lowtide.engine.layers.expert_adapters import install_expert_adapters
+from lowtide.engine.layers.experts import install_experts
 from lowtide.engine.weights.merging import save_merged
 from tests.support.models.causal_families import tiny_causal
 from tests.support.models.tiny_models import assert_close, checkpointed, gradients, loss_of, shared
@@ -76,7 +76,7 @@ def run(model: Any) -> dict[str, torch.Tensor]:
 def test_outputs_and_gradients_are_pefts(kind, rank):
     theirs = adapted(kind, rank)
     ours = copy.deepcopy(theirs)
-    install_expert_adapters(ours)
+    install_experts(ours)
     found = run(ours)
     assert len(found) == 2 + 2 * 2
     assert_close(found, run(theirs), 2e-6)
@@ -86,7 +86,7 @@ def test_outputs_and_gradients_are_pefts(kind, rank):
 def test_one_of_the_weights_may_be_adapted_alone(stack):
     theirs = adapted("gpt_oss", stacks=[stack])
     ours = copy.deepcopy(theirs)
-    install_expert_adapters(ours)
+    install_experts(ours)
     assert_close(run(ours), run(theirs), 2e-6)
 
 
@@ -95,7 +95,7 @@ def test_in_bfloat16_it_is_nearer_to_float32_than_the_rounded_sum_of_weights():
     for parameter, rounded in zip(exact.parameters(), theirs.parameters(), strict=True):
         parameter.data = rounded.data.float()
     ours = copy.deepcopy(theirs)
-    install_expert_adapters(ours)
+    install_experts(ours)
     wanted = run_without_gradients(exact)
     far = {
         kind: float((run_without_gradients(model) - wanted).norm())
@@ -129,7 +129,7 @@ def test_nothing_of_the_size_of_the_weights_is_made(kind):
     with Largest() as largest:
         run(model)
     assert largest.numbers >= experts.gate_up_proj.numel()
-    install_expert_adapters(model)
+    install_experts(model)
     with Largest() as largest:
         run(model)
     assert largest.numbers <= least
@@ -140,7 +140,7 @@ def test_a_whole_model_has_the_loss_and_gradients_of_pefts(policy):
     """Beside shared prefixes, and computed again in backward."""
     theirs = adapted("qwen3_moe")
     ours = copy.deepcopy(theirs)
-    with mock.patch.object(forward, "install_expert_adapters"):
+    with mock.patch.object(forward, "install_experts"):
         install(theirs)
     install(ours)
     wanted_loss = loss_of(theirs, shared())
@@ -156,7 +156,7 @@ def test_a_whole_model_has_the_loss_and_gradients_of_pefts(policy):
 def test_pefts_own_way_is_left_where_it_is_needed():
     """Adapters that are off or merged, several at once, and experts that are computed one by one."""
     model = adapted("qwen3_moe")
-    install_expert_adapters(model)
+    install_experts(model)
     wanted = run_without_gradients(model)
     with adapters_off(model):
         base = run_without_gradients(model)

@@ -1,0 +1,118 @@
+"""Routed experts whose weights have adapters, or are stored in few bits.
+
+The weights of a layer's experts are one parameter, a stack [experts, out, in]. PEFT adapts it (`target_parameters`) by
+adding `B A` of every expert to it in each forward: a second stack, whose gradient is a third one. Here each expert's
+tokens go through `x W' + (x A') B'` in products grouped by expert, so that beside the weights nothing of their size is
+made. A stack that is quantized (`engine.weights.stacks`) is made dense for one product at a time, in forward and once
+more in backward.
+
+Exact: it is the same sum in another order. PEFT's own way is left where experts are computed by a function that takes
+no groups (`experts_implementation`), where adapters are merged, and where several are on at once; quantized stacks are
+always computed in groups.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowtide.compat.peft import StackLora, adapted_stacks, stack_loras
+from lowtide.compat.transformers import grouped_experts, grouped_product, has_stacks, run_in_groups
+from lowtide.engine.weights.stacks import StoredStack, stored_stacks
+from lowtide.ops.target import autocast_dtype
+
+LORAS = "lowtide_loras"
+"""The keyword argument by which experts are given the adapters of their weights."""
+ALIGNED = 16
+"""Bytes of which a GPU's grouped products want each row of a factor to be a multiple."""
+
+
+def install_experts(model: nn.Module) -> None:
+    """For the experts of a model that have adapters, or are quantized."""
+    for layer in adapted_stacks(model):
+        experts: Any = layer.get_base_layer()
+        if has_stacks(experts):
+            layer.forward = types.MethodType(_adapted_forward, layer)
+            experts.forward = types.MethodType(_experts_forward, experts)
+    for module in model.modules():
+        if stored_stacks(module):
+            module.forward = types.MethodType(_experts_forward, module)
+
+
+def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Of PEFT's outermost layer around experts."""
+    experts = self.get_base_layer()
+    stored = bool(stored_stacks(experts))
+    loras = stack_loras(self) if (stored or run_in_groups(experts)) and not kwargs else None
+    if loras is None and stored:
+        raise ValueError(
+            f"the weights of routed experts are quantized, and their adapters are merged into them or several are on "
+            "at once: have one on, unmerged"
+        )
+    if loras is None:
+        return type(self).forward(self, *args, **kwargs)
+    return experts(*args, **({LORAS: loras} if loras else {}))
+
+
+def _experts_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    loras, stored = kwargs.pop(LORAS, {}), stored_stacks(self)
+    if not loras and not stored:
+        return type(self).forward(self, *args, **kwargs)
+    return grouped_experts(_product)(_Experts(self, loras, stored), *args, **kwargs)
+
+
+class _Stack(NamedTuple):
+    weight: Tensor | StoredStack
+    lora: StackLora | None
+
+
+class _Experts:
+    """Experts as their forward sees them: a weight comes with its adapter, and a quantized one as what makes it dense."""
+
+    def __init__(self, experts: nn.Module, loras: dict[str, StackLora], stored: dict[str, StoredStack]) -> None:
+        self.experts = experts
+        self.stacks = {
+            name: _Stack(stored.get(name) or getattr(experts, name), loras.get(name)) for name in {**loras, **stored}
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return self.stacks.get(name) or getattr(self.experts, name)
+
+
+def _product(
+    x: Tensor, weight: Tensor | _Stack, ends: Tensor, bias: Tensor | None = None, is_transposed: bool = False
+) -> Tensor:
+    """[rows, in] in groups that end at `ends` to [rows, out]."""
+    if isinstance(weight, Tensor):
+        return grouped_product(x, weight, ends, bias, transposed=is_transposed)
+    if isinstance(weight.weight, Tensor):
+        out = grouped_product(x, weight.weight, ends, bias, transposed=is_transposed)
+    else:
+        out = _QuantizedProduct.apply(x.to(autocast_dtype(x.device) or x.dtype), weight.weight, ends, is_transposed)
+        out = out if bias is None else out + bias.to(out.dtype)
+    if weight.lora is None:
+        return out
+    left, right = (factor.to(out.dtype) for factor in weight.lora)
+    lacking = -right.shape[1] % (ALIGNED // out.itemsize)  # ranks of zeros
+    left, right = F.pad(left, (0, lacking)), F.pad(right, (0, 0, 0, lacking))
+    first, second = (left, right) if is_transposed else (right, left)
+    low = grouped_product(x, first.contiguous(), ends, transposed=is_transposed)
+    return out + grouped_product(low, second.contiguous(), ends, transposed=is_transposed)
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    """Rows in groups times a frozen quantized stack; what is kept for backward are the ends of groups."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stack: StoredStack, ends: Tensor, transposed: bool) -> Tensor:
+        ctx.stack, ctx.ends, ctx.transposed = stack, ends, transposed
+        return grouped_product(x, stack.dense(x.dtype), ends, transposed=transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        stack = ctx.stack.dense(grads[0].dtype)
+        return grouped_product(grads[0], stack, ctx.ends, transposed=not ctx.transposed), None, None, None

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from lowtide.compat.transformers import has_stacks, stack_names
 
+LARGEST = 2**31 - 1
+"""Numbers of a weight that bitsandbytes' kernels count."""
+
 
 def is_4_bit(weight: Any) -> bool:
     """Whether a weight is stored in 4 bits."""
@@ -27,17 +30,18 @@ def in_4_bits(weight: Tensor, **how: Any) -> nn.Parameter:
     Args:
         how: what bitsandbytes' own layers have of their weights, such as `quant_type` (NF4 by default).
     """
-    from bitsandbytes.nn import Params4bit
+    from bitsandbytes import nn as bitsandbytes
 
-    return Params4bit(weight, requires_grad=False, **{"quant_type": "nf4", **how}).to(weight.device)
+    layers: Any = bitsandbytes
+    return layers.Params4bit(weight, requires_grad=False, **{"quant_type": "nf4", **how}).to(weight.device)
 
 
-def dense_4_bit(weight: Any, dtype: torch.dtype) -> Tensor:
-    """What a weight in 4 bits stands for, [outputs, inputs] of a matrix."""
+def dense_4_bit(weight: Any, dtype: torch.dtype, state: Any = None) -> Tensor:
+    """What a weight in 4 bits stands for, [outputs, inputs] of a matrix; with its state where it lost its own."""
     from bitsandbytes.functional import dequantize_4bit
 
-    state = weight.quant_state
-    if not reads_apart(weight):
+    state = weight.quant_state if state is None else state
+    if not reads_apart(weight, state):
         return dequantize_4bit(weight.data, state).to(dtype)
     blocks = copy.copy(state)
     count = state.shape.numel()
@@ -45,10 +49,10 @@ def dense_4_bit(weight: Any, dtype: torch.dtype) -> Tensor:
     return dequantize_4bit(weight.data, blocks).view(state.shape).to(dtype)
 
 
-def reads_apart(weight: Any) -> bool:
+def reads_apart(weight: Tensor, state: Any) -> bool:
     """Whether bitsandbytes would read a weight in 4 bits with others' scales: scales are those of blocks of numbers,
     whichever rows these are of, and on a CPU it begins a block with each row."""
-    return weight.device.type == "cpu" and weight.quant_state.shape[-1] % weight.quant_state.blocksize != 0
+    return weight.device.type == "cpu" and state.shape[-1] % state.blocksize != 0
 
 
 def dense_of(layer: Any) -> Callable[[torch.dtype], Tensor] | None:
@@ -87,7 +91,8 @@ def _with_stacks() -> type:
         def is_stack(self, model: Any, param_name: str) -> bool:
             module, name = get_module_from_name(model, param_name)
             converted = should_convert_module(param_name.rpartition(".")[0], self.modules_to_not_convert)
-            return converted and has_stacks(module) and name in stack_names(module)
+            is_one = converted and has_stacks(module) and name in stack_names(module)
+            return is_one and getattr(module, name).numel() <= LARGEST
 
         def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
             return super().param_needs_quantization(model, param_name, **kwargs) or self.is_stack(model, param_name)

@@ -108,6 +108,16 @@ def vocabulary(model: nn.Module) -> int:
     return min([*rows, getattr(inner.config.get_text_config(), "unpadded_vocab_size", None) or rows[0]])
 
 
+def compute_quantized(inner: nn.Module) -> None:
+    """Has what is quantized in a model compute as the dense model that it stands for.
+
+    Raises:
+        ValueError: no gradients would pass through it.
+    """
+    keep_trainable(inner)
+    install_experts(inner, quantized_alone=True)
+
+
 def install(model: nn.Module, *, padding_free: bool = True) -> None:
     """Prepares a model for `score`: its head, and the ragged attention if `padding_free`.
 
@@ -118,7 +128,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     inner = causal_model(model)
     if stage_of(inner) is not None:
         return  # it was, before it was cut
-    keep_trainable(inner)
+    compute_quantized(inner)
     install_adapter_inputs(inner)
     install_experts(inner)
     install_head(inner)

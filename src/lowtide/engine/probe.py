@@ -24,6 +24,7 @@ from lowtide.compat.transformers import rotary_limits_lowered
 from lowtide.engine.attention import ragged_inputs
 from lowtide.engine.forward import (
     causal_model,
+    compute_quantized,
     computing,
     embedding_weight,
     inference,
@@ -36,7 +37,6 @@ from lowtide.engine.heads import head_of
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores
 from lowtide.engine.layers.mixers import chunks_of, mixers, observed_mixers
 from lowtide.engine.over_ranks.split_plan import SharedHeads, SplitPlan
-from lowtide.engine.weights.quantized import keep_trainable
 from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
 from lowtide.ops.attention.attention_plan import PLAN
 from lowtide.ops.attention.varlen_attention import BACKENDS, observed_backends
@@ -112,7 +112,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
         ValueError: the head's numbers are not those of the model's own outputs; names the model type.
     """
     inner = causal_model(model)
-    keep_trainable(inner)
+    compute_quantized(inner)
     weight = embedding_weight(model)
     tolerance = TOLERANCE.get(weight.dtype, TOLERANCE[torch.bfloat16])
     first, second, more = _rows(vocabulary(model))

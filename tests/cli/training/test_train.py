@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from lowtide.cli.main import main
 from lowtide.cli.training import train
+from lowtide.cli.training.adapters import AdapterOptions
 from lowtide.demo.data import Question, write_rows
 from lowtide.demo.tagging import save_tagger, tagged_rows
 from lowtide.step.rank_sync import OutOfMemory
@@ -75,6 +76,14 @@ def test_an_adapter_is_trained_and_saved_alone(sft, tmp_path):
     assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (4, 32, 0.05)
     assert sorted(adapter["target_modules"]) == ["q_proj", "v_proj"]
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("given", [{"lora_target_modules": "all-linear-experts"}, {"lora_target_parameters": ["a.b"]}])
+def test_adapters_of_experts_have_no_dropout_unless_it_is_given(given):
+    for dropout in (None, 0.1):
+        config = AdapterOptions(use_peft=True, lora_dropout=dropout, **given).peft_config()
+        assert config is not None
+        assert config.lora_dropout == (dropout or 0.0)
 
 
 def test_one_target_module_is_a_name_and_no_pattern(sft, tmp_path):

@@ -96,6 +96,21 @@ def test_all_linear_layers_and_experts_in_one_name(kind, caplog):
     assert given.target_modules == "all-linear-experts"  # it is the caller's
 
 
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [("mamba2", None), ("mamba2", "all-linear"), ("nemotron_h", "all-linear"), ("falcon_h1", "all-linear")],
+)
+def test_all_linear_layers_are_those_that_peft_adapts(kind, named, caplog):
+    given = LoraConfig(r=2, target_modules=named)
+    with caplog.at_level(logging.INFO):
+        model = adapt(tiny_causal(kind), given, gradient_checkpointing=False)
+    trained = {name.partition(".lora_")[0].split(".")[-1] for name, p in model.named_parameters() if p.requires_grad}
+    assert "in_proj" in trained
+    assert "out_proj" not in trained
+    assert given.exclude_modules is None  # it is the caller's
+    assert "all linear layers get adapters but for out_proj, which PEFT refuses" in caplog.text
+
+
 @pytest.mark.parametrize("quantized", [True, False])
 def test_experts_that_a_quantized_model_has_in_16_bits_are_told(quantized, caplog):
     model = tiny_causal("qwen3_moe").bfloat16()

@@ -49,7 +49,9 @@ def loaded(folder: Path, **more: Any) -> Any:
 
 def stacks(model: nn.Module) -> dict[str, Any]:
     return {
-        f"{name}.{each}": stack for name, module in model.named_modules() for each, stack in stored_stacks(module).items()
+        f"{name}.{each}": stack
+        for name, module in model.named_modules()
+        for each, stack in stored_stacks(module).items()
     }
 
 
@@ -186,7 +188,7 @@ def test_a_plan_counts_what_is_stored(tmp_path):
     real = load_complete(AutoModelForCausalLM, str(tmp_path), quantization_config=config)
     store_in_four_bits(plain, config)
     for name, stack in stacks(real).items():
-        weight = real.get_parameter(name)
+        weight: Any = real.get_parameter(name)
         held = sum(each.nbytes for each in (weight, weight.quant_state.absmax, weight.quant_state.state2.absmax))
         experts, each = plain.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         beside = [buffer for key, buffer in experts.named_buffers() if key.startswith(each)]
@@ -202,5 +204,5 @@ def test_rows_that_are_no_whole_blocks_keep_their_scales(tmp_path):
     install(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and is_quantized(module.weight):
-            weight = plain.get_submodule(name).weight
+            weight: Any = plain.get_submodule(name).weight
             assert (module(torch.eye(module.in_features)).t() - weight).norm() / weight.norm() < 0.11, name

@@ -23,7 +23,9 @@ class AdapterOptions:
     lora_r: int = option(16, "Rank of the adapter.", COUNT)
     lora_alpha: int = option(32, "Scale of the adapter: its output is multiplied by alpha / r.", COUNT)
     lora_dropout: float | None = option(
-        None, "Dropout before the adapter. None: 0.05, or 0 where experts' weights are adapted.", Range(least=0, below=1)
+        None,
+        "Dropout before the adapter. None: 0.05, or 0 if experts' weights are adapted.",
+        Range(least=0, below=1),
     )
     lora_target_modules: str | list[str] | None = option(
         None,

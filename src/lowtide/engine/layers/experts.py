@@ -31,11 +31,11 @@ ALIGNED = 16
 """Bytes of which a GPU's grouped products want each row of a factor to be a multiple."""
 
 
-def install_experts(model: nn.Module) -> None:
-    """For the experts of a model that have adapters, or are quantized."""
+def install_experts(model: nn.Module, *, quantized_alone: bool = False) -> None:
+    """For the experts of a model that have adapters, or are quantized, which nothing else computes."""
     for layer in adapted_stacks(model):
         experts: Any = layer.get_base_layer()
-        if has_stacks(experts):
+        if stored_stacks(experts) or (has_stacks(experts) and not quantized_alone):
             layer.forward = types.MethodType(_adapted_forward, layer)
             experts.forward = types.MethodType(_experts_forward, experts)
     for module in model.modules():
@@ -50,7 +50,7 @@ def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     loras = stack_loras(self) if (stored or run_in_groups(experts)) and not kwargs else None
     if loras is None and stored:
         raise ValueError(
-            f"the weights of routed experts are quantized, and their adapters are merged into them or several are on "
+            "the weights of routed experts are quantized, and their adapters are merged into them or several are on "
             "at once: have one on, unmerged"
         )
     if loras is None:
@@ -71,7 +71,7 @@ class _Stack(NamedTuple):
 
 
 class _Experts:
-    """Experts as their forward sees them: a weight comes with its adapter, and a quantized one as what makes it dense."""
+    """Experts as their forward sees them: weights with their adapters, quantized ones with what makes them dense."""
 
     def __init__(self, experts: nn.Module, loras: dict[str, StackLora], stored: dict[str, StoredStack]) -> None:
         self.experts = experts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoProcessor,

@@ -142,7 +142,7 @@ def keep_trainable(model: nn.Module) -> None:
                     "over uncalled"
                 )
             layer.support_avx512bf16_for_cpu = False
-            if is_4_bit(layer.weight) and reads_apart(layer.weight):
+            if is_4_bit(layer.weight) and reads_apart(layer.weight, layer.weight.quant_state):
                 layer.forward = types.MethodType(_forward, layer)
         elif float8.stored(layer) is not None:
             layer.forward = types.MethodType(_forward, layer)

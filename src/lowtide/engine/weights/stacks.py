@@ -20,6 +20,9 @@ from lowtide.compat.transformers import has_stacks, stack_names
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.float8 import RowScaled
 
+STATES = "_lowtide_quant_states"
+"""The attribute of experts: by name, bitsandbytes' states of their stacks, which a weight that is gathered from shards
+does not have."""
 STAND_INS = "_lowtide_stand_ins"
 """The attribute of experts in a plan: by name, the stacks that stand for quantized ones."""
 
@@ -51,9 +54,12 @@ def _stored(experts: nn.Module, name: str) -> StoredStack | None:
     if (rows := float8.stored(experts, name)) is not None:
         return StoredStack(rows.codes.shape, rows.dense)
     weight: Any = getattr(experts, name)
+    states = vars(experts).setdefault(STATES, {})
     if is_4_bit(weight):
-        return StoredStack(weight.quant_state.shape, partial(dense_4_bit, weight))
-    return vars(experts).get(STAND_INS, {}).get(name)
+        states[name] = weight.quant_state
+    elif weight.is_floating_point() or name not in states:
+        return vars(experts).get(STAND_INS, {}).get(name)
+    return StoredStack(states[name].shape, partial(dense_4_bit, weight, state=states[name]))
 
 
 def plain_stacks(module: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -83,13 +89,16 @@ def put_stack_in_4_bits(experts: nn.Module, name: str, device: torch.device) -> 
 def shapes_of_stacks(model: nn.Module) -> Iterator[None]:
     """While it lasts, quantized stacks have the shape and dtype of what they stand for, and no values: PEFT makes an
     adapter by these."""
-    held = [(each, name, each._parameters[name], stack.shape) for each in model.modules()
-            for name, stack in stored_stacks(each).items()]
+    held = [
+        (each, name, cast(Tensor, getattr(each, name)), stack.shape)
+        for each in model.modules()
+        for name, stack in stored_stacks(each).items()
+    ]
     try:
         for experts, name, weight, shape in held:
-            like = torch.empty(1, device=cast(Tensor, weight).device).expand(shape)
-            experts._parameters[name] = nn.Parameter(like, requires_grad=False)
+            like = torch.empty(1, device=weight.device).expand(shape)
+            setattr(experts, name, nn.Parameter(like, requires_grad=False))
         yield
     finally:
         for experts, name, weight, _ in held:
-            experts._parameters[name] = weight
+            setattr(experts, name, weight)

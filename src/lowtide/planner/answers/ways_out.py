@@ -56,7 +56,7 @@ def _in_bits(run: PlannedRun, bits: float) -> str:
 
 
 def _in_four_bits(run: PlannedRun) -> str:
-    """What they take in 4 bits, but for stacks of experts' weights that are not multiplied in groups: these stay in 16."""
+    """What they take in 4 bits; stacks of experts' weights that are not multiplied in groups stay in 16."""
     model = _model(run)
     quantized = {id(getattr(experts, name)) for experts, name in plain_stacks(model)}
     weights = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Layers and stacks that stand for bitsandbytes' 4-bit ones: the same bytes stored, the same tensors made, and no values.
+"""Weights that stand for bitsandbytes' 4-bit ones: the same bytes stored, the same tensors made, and no values.
 
 The real ones are quantized as they are loaded, by kernels that need values. What they hold is known: half a byte for
 each weight and a scale for each 64 of them, which is a float32 number or, with double quantization, 8 bits of one and a

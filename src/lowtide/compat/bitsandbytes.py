@@ -19,9 +19,18 @@ LARGEST = 2**31 - 1
 """Numbers of a weight that bitsandbytes' kernels count."""
 
 
-def is_4_bit(weight: Any) -> bool:
-    """Whether a weight is stored in 4 bits."""
-    return getattr(weight, "quant_state", None) is not None
+STATES = "_lowtide_quant_states"
+"""The attribute of a module: by name, the states of its weights in 4 bits."""
+
+
+def quant_state(module: Any, name: str = "weight") -> Any:
+    """What bitsandbytes knows of a module's weight in 4 bits; None of other weights. One that is gathered from shards
+    has lost it: it is what it was when it was last seen whole."""
+    weight: Any = getattr(module, name)
+    seen = vars(module).setdefault(STATES, {})
+    if getattr(weight, "quant_state", None) is not None:
+        seen[name] = weight.quant_state
+    return None if weight.is_floating_point() else seen.get(name)
 
 
 def in_4_bits(weight: Tensor, **how: Any) -> nn.Parameter:
@@ -36,12 +45,12 @@ def in_4_bits(weight: Tensor, **how: Any) -> nn.Parameter:
     return layers.Params4bit(weight, requires_grad=False, **{"quant_type": "nf4", **how}).to(weight.device)
 
 
-def dense_4_bit(weight: Any, dtype: torch.dtype, state: Any = None) -> Tensor:
-    """What a weight in 4 bits stands for, [outputs, inputs] of a matrix; with its state where it lost its own."""
+def dense_4_bit(module: Any, dtype: torch.dtype, name: str = "weight") -> Tensor:
+    """What a module's weight in 4 bits stands for, [outputs, inputs] of a matrix."""
     from bitsandbytes.functional import dequantize_4bit
 
-    state = weight.quant_state if state is None else state
-    if not reads_apart(weight, state):
+    weight, state = getattr(module, name), quant_state(module, name)
+    if not reads_apart(module, name):
         return dequantize_4bit(weight.data, state).to(dtype)
     blocks = copy.copy(state)
     count = state.shape.numel()
@@ -49,17 +58,16 @@ def dense_4_bit(weight: Any, dtype: torch.dtype, state: Any = None) -> Tensor:
     return dequantize_4bit(weight.data, blocks).view(state.shape).to(dtype)
 
 
-def reads_apart(weight: Tensor, state: Any) -> bool:
+def reads_apart(module: Any, name: str = "weight") -> bool:
     """Whether bitsandbytes would read a weight in 4 bits with others' scales: scales are those of blocks of numbers,
     whichever rows these are of, and on a CPU it begins a block with each row."""
-    return weight.device.type == "cpu" and state.shape[-1] % state.blocksize != 0
+    state = quant_state(module, name)
+    return getattr(module, name).device.type == "cpu" and state.shape[-1] % state.blocksize != 0
 
 
 def dense_of(layer: Any) -> Callable[[torch.dtype], Tensor] | None:
     """How the whole weight of a layer in 4 bits is made, or of what stands for one in a plan; None of other layers."""
-    if is_4_bit(layer.weight):
-        return partial(dense_4_bit, layer.weight)
-    return getattr(layer, "dense", None)
+    return getattr(layer, "dense", None) if quant_state(layer) is None else partial(dense_4_bit, layer)
 
 
 @contextlib.contextmanager

@@ -35,8 +35,8 @@ def own_targets(config: Any, model_type: str) -> Any:
 
 
 def refused_modules(config: Any, model: nn.Module) -> list[str]:
-    """The ends of names of linear layers that PEFT refuses to adapt in a model: a Mamba layer's `out_proj`, whose weight
-    its fast kernels read themselves."""
+    """The ends of names of linear layers that PEFT refuses to adapt in a model: a Mamba layer's `out_proj`, whose
+    weight its fast kernels read themselves."""
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
     found = []

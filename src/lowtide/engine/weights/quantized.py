@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowtide.compat.bitsandbytes import dense_4_bit, is_4_bit, reads_apart
+from lowtide.compat.bitsandbytes import dense_4_bit, quant_state, reads_apart
 from lowtide.compat.torch import parts_of
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.float8 import RowScaled
@@ -68,8 +68,8 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> Tensor:
         return rows.dense(dtype)
     if _is_torchao(layer.weight):
         return layer.weight.dequantize().to(dtype)
-    if is_4_bit(layer.weight):
-        return dense_4_bit(layer.weight, dtype)
+    if quant_state(layer) is not None:
+        return dense_4_bit(layer, dtype)
     scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
     return layer.weight.data.to(dtype).mul_(scale[:, None] / 127)
 
@@ -99,11 +99,11 @@ def compute_where_brought(model: nn.Module, device: torch.device) -> None:
     """
     for layer, name, weight in _quantized(model):
         check_brought(weight)
-        if is_4_bit(weight):
-            for state in (weight.quant_state, weight.quant_state.state2):
-                for name in ("code", "offset"):
-                    if isinstance(small := getattr(state, name, None), Tensor):
-                        setattr(state, name, small.to(device))
+        if (whole := quant_state(layer, name)) is not None:
+            for state in (whole, whole.state2):
+                for part in ("code", "offset"):
+                    if isinstance(small := getattr(state, part, None), Tensor):
+                        setattr(state, part, small.to(device))
             if isinstance(layer, nn.Linear):
                 layer.forward = types.MethodType(_forward, layer)
         elif float8.stored(layer, name) is None:
@@ -142,7 +142,7 @@ def keep_trainable(model: nn.Module) -> None:
                     "over uncalled"
                 )
             layer.support_avx512bf16_for_cpu = False
-            if is_4_bit(layer.weight) and reads_apart(layer.weight, layer.weight.quant_state):
+            if quant_state(layer) is not None and reads_apart(layer):
                 layer.forward = types.MethodType(_forward, layer)
         elif float8.stored(layer) is not None:
             layer.forward = types.MethodType(_forward, layer)
@@ -163,7 +163,7 @@ def check_shardable(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         layer: Any = module
-        if isinstance(layer, nn.Linear) and is_quantized(layer.weight) and not is_4_bit(layer.weight):
+        if isinstance(layer, nn.Linear) and is_quantized(layer.weight) and quant_state(layer) is None:
             kinds = {"torchao's form": _is_torchao(layer.weight), "8 bits of bitsandbytes": _is_8_bit(layer)}
             kind = next((kind for kind, is_so in kinds.items() if is_so), "FP8")
             raise ValueError(
@@ -226,7 +226,7 @@ def _is_8_bit(layer: Any) -> bool:
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
-    of_bitsandbytes = is_4_bit(self.weight) or _is_8_bit(self)  # whose layers give the dtype that they take
+    of_bitsandbytes = quant_state(self) is not None or _is_8_bit(self)  # whose layers give the dtype that they take
     computed_in = None if of_bitsandbytes else autocast_dtype(x.device)
     computed_in = getattr(self, "compute_dtype", None) or computed_in or x.dtype
     out = cast(Tensor, _Product.apply(x.to(computed_in), self))

@@ -10,19 +10,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.compat.bitsandbytes import dense_4_bit, in_4_bits, is_4_bit
+from lowtide.compat.bitsandbytes import dense_4_bit, in_4_bits, quant_state
 from lowtide.compat.transformers import has_stacks, stack_names
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.float8 import RowScaled
 
-STATES = "_lowtide_quant_states"
-"""The attribute of experts: by name, bitsandbytes' states of their stacks, which a weight that is gathered from shards
-does not have."""
 STAND_INS = "_lowtide_stand_ins"
 """The attribute of experts in a plan: by name, the stacks that stand for quantized ones."""
 
@@ -53,13 +50,9 @@ def stored_stacks(module: nn.Module) -> dict[str, StoredStack]:
 def _stored(experts: nn.Module, name: str) -> StoredStack | None:
     if (rows := float8.stored(experts, name)) is not None:
         return StoredStack(rows.codes.shape, rows.dense)
-    weight: Any = getattr(experts, name)
-    states = vars(experts).setdefault(STATES, {})
-    if is_4_bit(weight):
-        states[name] = weight.quant_state
-    elif weight.is_floating_point() or name not in states:
-        return vars(experts).get(STAND_INS, {}).get(name)
-    return StoredStack(states[name].shape, partial(dense_4_bit, weight, state=states[name]))
+    if (state := quant_state(experts, name)) is not None:
+        return StoredStack(state.shape, partial(dense_4_bit, experts, name=name))
+    return vars(experts).get(STAND_INS, {}).get(name)
 
 
 def plain_stacks(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -51,6 +51,7 @@ def _remote(options: RolloutOptions, model: nn.Module, padding_free: bool) -> tu
         regex=options.vllm_structured_outputs_regex,
         limits=options.server_limits,
         padding_free=padding_free,
+        computes_in=_dtype(options, model),
     )
     if made.copied.merged is None:
         return made, f"vLLM at {url}, which gets the weights of the base once, and then the adapters alone"

@@ -16,6 +16,7 @@ from lowtide.engine.forward import install
 from lowtide.rollout.generators.generator import Request, Sampling
 from lowtide.rollout.generators.vllm.adapters import AdapterFolders, adapter_file, told_of, why_merged
 from lowtide.rollout.generators.vllm.facts import AdapterRoom
+from lowtide.rollout.generators.vllm.fingerprint import far, is_rounded
 from lowtide.rollout.generators.vllm.http import Calls, Refused
 from lowtide.rollout.generators.vllm.label import Label, StaleWeights
 from lowtide.rollout.generators.vllm.limits import Limits
@@ -298,6 +299,30 @@ def test_keys_of_older_weights_are_told_by_the_second_prompt():
             generator.sync(model, 1)
     fresh, cached = (float(each) for each in re.findall(r"([\d.e-]+) (?:nats away|after one)", str(raised.value)))
     assert fresh < 1e-6 < 0.01 < cached
+
+
+@pytest.mark.parametrize("computes_in", ["float32", "bfloat16"])
+def test_rounding_is_no_other_weights(engine: Writes, url: str, caplog, computes_in: str):
+    model = adapted()
+    install(model)
+    generator = VLLMServerGenerator(url, model, limits=Limits(checked_every=1), computes_in=computes_in)
+    engine.after = lambda number, found: [
+        type(each)(each.token_ids, [logprob + 0.1 for logprob in each.logprobs], each.finish) for each in found
+    ]
+    if computes_in == "bfloat16":
+        generator.sync(model, 0)
+        assert "sent again" not in caplog.text
+    else:
+        with pytest.raises(StaleWeights, match=r"0\.1 nats away .* where rounding makes 0\.01 at most"):
+            generator.sync(model, 0)
+
+
+def test_quantized_weights_may_differ_by_more():
+    model = build_model("llama")
+    assert not is_rounded(model)
+    model.lm_head.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
+    assert is_rounded(model)
+    assert far("float32", "float64") == 0.01 < far("float32", "") == far("bfloat16", "float32") == 0.25
 
 
 def test_a_server_that_stays_wrong_is_not_written_by(engine: Writes, url: str):

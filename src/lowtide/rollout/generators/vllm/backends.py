@@ -47,6 +47,11 @@ class Spoken:
     def __init__(self, calls: Calls, regex: str | None, at_a_time: int | None) -> None:
         self.calls, self.regex, self.at_a_time = calls, regex, at_a_time
 
+    @property
+    def whose(self) -> str:
+        """It, for messages."""
+        return f"the vLLM server at {self.calls.url}"
+
     def by(self, calls: Calls) -> Self:
         """The same server by other calls."""
         if calls is self.calls:

@@ -25,7 +25,7 @@ from lowtide.ranks.world import distributed
 from lowtide.rollout.generators.vllm.adapters import adapter_file, why_merged
 from lowtide.rollout.generators.vllm.backends import LowtideServer, VLLMServe
 from lowtide.rollout.generators.vllm.facts import Facts
-from lowtide.rollout.generators.vllm.fingerprint import HOW, distances, far, turns_of
+from lowtide.rollout.generators.vllm.fingerprint import HOW, distances, dtype_of, far, is_rounded, turns_of
 from lowtide.rollout.generators.vllm.http import Calls, ServerError
 from lowtide.rollout.generators.vllm.label import Label, StaleWeights
 from lowtide.rollout.generators.vllm.limits import Limits
@@ -44,9 +44,9 @@ class CopiedWeights:
     Args:
         model: the policy.
         facts: of the server.
-        whose: the server, for messages.
         bucket_bytes: of weights that travel at a time.
         padding_free: whether the policy computes without padding.
+        computes_in: the dtype that it computes in; None: that of its embedding.
 
     Attributes:
         merged: why adapters travel merged; None where they travel alone.
@@ -60,11 +60,11 @@ class CopiedWeights:
         facts: Facts,
         limits: Limits,
         *,
-        whose: str,
         bucket_bytes: int,
         padding_free: bool,
+        computes_in: str | None,
     ) -> None:
-        self.backend, self.facts, self.limits, self.whose = backend, facts, limits, whose
+        self.backend, self.facts, self.limits, self.computes_in = backend, facts, limits, computes_in
         self.bucket_bytes, self.padding_free = bucket_bytes, padding_free
         self.merged = why_merged(model, facts.adapters)
         self.run: str = _of_first(uuid.uuid4().hex)
@@ -116,10 +116,10 @@ class CopiedWeights:
         written = _of_first(asked) if is_sharded(model) else asked
         assert written is not None
         new, again = distances(model, turns, written, padding_free=self.padding_free)
-        most = far(str(embedding_weight(model).dtype).removeprefix("torch."), self.facts.dtype)
+        most = far(self.computes_in or dtype_of(model), "" if is_rounded(model) else self.facts.dtype)
         if not max(new, again) <= most:  # nor NaN
             raise StaleWeights(
-                f"{self.whose} does not write by the weights after step {label.version} that it was sent: its "
+                f"{self.backend.whose} does not write by the weights after step {label.version} that it was sent: its "
                 f"log-probabilities are {new:.2g} nats away from the policy's after a prompt that is new to it, and "
                 f"{again:.2g} after one that its prefix cache may hold, where rounding makes {most:g} at most"
             )
@@ -128,8 +128,8 @@ class CopiedWeights:
         backend, found = self.backend.by(self._calls()), []
         for turn in turns:  # one after the other, so that none waits in a batch with the other
             held, written = backend.write([turn], HOW, asdict(label))
-            label.check(held, self.whose)
-            check_answer([turn], written, vocabulary, self.whose)
+            label.check(held, self.backend.whose)
+            check_answer([turn], written, vocabulary, self.backend.whose)
             found += written
         return found
 
@@ -205,7 +205,7 @@ class CopiedWeights:
         while asdict(label) not in self._again(self.backend.labels):
             if time.monotonic() > until:
                 raise ServerError(
-                    f"{self.whose} did not get the weights of step {label.version} from the first rank within "
+                    f"{self.backend.whose} did not get the weights of step {label.version} from the first rank within "
                     f"{limits.retries + 1} times {calls.option}={calls.timeout:g} seconds: see what that rank says"
                 )
             time.sleep(0.1)

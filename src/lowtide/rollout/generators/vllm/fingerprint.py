@@ -16,6 +16,7 @@ from torch import nn
 
 from lowtide.engine.forward import embedding_weight
 from lowtide.engine.reference import logprobs
+from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn
@@ -60,6 +61,16 @@ def distances(
     said = torch.tensor([number for each in written for number in each.logprobs], dtype=torch.float64)
     off = (found.double().cpu() - said).abs()
     return [part.mean().item() for part in off.split([len(each.token_ids) for each in written])]
+
+
+def dtype_of(model: nn.Module) -> str:
+    """That of a model's embedding."""
+    return str(embedding_weight(model).dtype).removeprefix("torch.")
+
+
+def is_rounded(model: nn.Module) -> bool:
+    """Whether products of a model may be coarser than its dtype, since weights are quantized."""
+    return any(is_quantized(weight) for weight in model.parameters())
 
 
 def far(*dtypes: str | None) -> float:

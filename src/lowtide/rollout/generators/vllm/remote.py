@@ -34,6 +34,7 @@ class VLLMServerGenerator:
         bucket_bytes: of the weights that travel at a time.
         limits: of the server once it is there.
         padding_free: whether the model computes without padding.
+        computes_in: the dtype that it computes in; None: that of its embedding.
 
     Raises:
         ServerError: no server answers.
@@ -50,14 +51,15 @@ class VLLMServerGenerator:
         bucket_bytes: int = MAX_BUCKET_BYTES,
         limits: Limits = Limits(),  # noqa: B008  # it is frozen
         padding_free: bool = True,
+        computes_in: str | None = None,
     ) -> None:
         self.calls, self.limits = Calls(url, timeout), limits
         self.calls.wait("/health")
         self.backend = backend_at(self.calls, regex, limits.max_inflight_tasks)
         self.facts = self.backend.facts()
         check_model(self.facts, model, f"at {self.calls.url}")
-        how: dict[str, Any] = {"bucket_bytes": bucket_bytes, "padding_free": padding_free}
-        self.copied = CopiedWeights(self.backend, model, self.facts, limits, whose=self.whose, **how)
+        how: dict[str, Any] = {"padding_free": padding_free, "computes_in": computes_in}
+        self.copied = CopiedWeights(self.backend, model, self.facts, limits, bucket_bytes=bucket_bytes, **how)
 
     @property
     def run(self) -> str:
@@ -72,7 +74,7 @@ class VLLMServerGenerator:
     @property
     def whose(self) -> str:
         """The server, for messages."""
-        return f"the vLLM server at {self.calls.url}"
+        return self.backend.whose
 
     def sync(self, model: nn.Module, version: int) -> None:
         """As of `HoldsWeights`: the first rank sends, the others see it in what is written for them."""

@@ -19,6 +19,7 @@ from lowtide.memory.activations.chain_storage import HOST
 from lowtide.memory.optimizers.states import IN_BFLOAT16
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.table import ANOTHER, TECHNIQUES
+from lowtide.methods.shared.asked_teacher import ASKED
 from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.estimate import BANDS
@@ -215,6 +216,8 @@ def _reference(setting: Setting) -> Iterator[Choice]:
     taught = "teacher_model_name_or_path" in setting.names and (
         not setting.adapters or setting.requested.get("teacher_model_name_or_path") is not None
     )
+    if any(setting.requested.get(name) is not None for name in ASKED):
+        return  # no teacher is loaded
     precomputes = "precompute_ref_log_probs" in setting.names and not setting.adapters
     if not (taught or precomputes) or setting.requested.get("sync_ref_model"):
         return

@@ -74,6 +74,17 @@ def test_longer_completions_take_more(tmp_path):
     assert long.phases["backward"]["activations"] > 3 * short.phases["backward"]["activations"]
 
 
+@pytest.mark.slow
+def test_a_teacher_that_is_asked_takes_nothing(tmp_path):
+    """Its log-probabilities alone, and no chunk of its logits."""
+    loaded, asked = (
+        estimated(tmp_path, **each)
+        for each in ({}, {"teacher": None, "teacher_model_server_url": "http://nowhere:1", "loss_top_k": 8})
+    )
+    assert {held.get("reference", 0) for held in asked.phases.values()} == {0}
+    assert asked.peak_bytes < loaded.peak_bytes - held_by_teacher() // 2
+
+
 def test_a_run_without_a_teacher_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there is no teacher"):
         estimated(tmp_path, teacher=None)

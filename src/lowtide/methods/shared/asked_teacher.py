@@ -29,6 +29,9 @@ from lowtide.ragged import RaggedBatch
 OF_LOADED = ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs")
 """Options of a teacher that is loaded."""
 
+ASKED = ("teacher_model_server_url", "teacher_model_server_urls", "teacher_logprobs")
+"""Options that say whom to ask."""
+
 
 @dataclass(kw_only=True)
 class ServedTeacherOptions(TeacherOptions):
@@ -50,8 +53,8 @@ class ServedTeacherOptions(TeacherOptions):
     @property
     def asked(self) -> str | None:
         """The option that says whom to ask, as messages name it; None where the teacher is loaded."""
-        names = ("teacher_model_server_url", "teacher_model_server_urls")
-        return next((f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name) is not None), None)
+        given = {name: getattr(self, name, None) for name in ASKED}
+        return next((f"{name}={value!r}" for name, value in given.items() if value is not None), None)
 
     @property
     def teacher_names(self) -> list[str]:

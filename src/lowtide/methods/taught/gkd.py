@@ -79,11 +79,6 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, NamingTeacherOptions)
         """The completion of a conversation is its last message, as in TRL, unless all of the assistant's are scored."""
         return not self.assistant_only_loss
 
-    @property
-    def asked(self) -> str | None:
-        folder = self.teacher_logprobs
-        return super().asked if folder is None else f"teacher_logprobs={folder!r}"
-
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.
 

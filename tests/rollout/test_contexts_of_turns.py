@@ -21,6 +21,8 @@ from lowtide.rollout.generators.generator import Completion, Request, Restart
 from lowtide.rollout.rollout import Rollout
 from lowtide.rollout.turns import Turns
 from tests.rollout.chat_templates import HERMES_TEMPLATE, add, call
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.runs.on_a_cpu import ON_A_CPU
 from tests.support.texts.byte_tokenizer import SPECIAL, byte_tokenizer
 
@@ -225,26 +227,30 @@ def test_a_teacher_reads_its_own_prompt_in_all_contexts():
     assert rollout.taught.batch().scores == rollout.batch().scores
 
 
-@pytest.mark.slow
-def test_grpo_learns_from_them(tmp_path: Path):
+def trainer_of(folder: Path, **options: Any) -> Any:
     tokenizer = merging_tokenizer(BY_FIELD)
-    trainer: Any = lowtide.GRPOTrainer(
+    return lowtide.GRPOTrainer(
         model=small_model(tokenizer),
         reward_funcs=lambda completions, **_: [float(len(each)) + n for n, each in enumerate(completions)],
         args=lowtide.GRPOConfig(
-            output_dir=str(tmp_path),
+            output_dir=str(folder),
             per_device_train_batch_size=2,
             num_generations=2,
             max_completion_length=MOST,
             max_steps=2,
             learning_rate=1e-3,
             num_iterations=2,
-            **ON_A_CPU,
+            **ON_A_CPU | options,
         ),
         train_dataset=Dataset.from_list(ROWS * 4),
         processing_class=tokenizer,
         tools=[add],
     )
+
+
+@pytest.mark.slow
+def test_grpo_learns_from_them(tmp_path: Path):
+    trainer = trainer_of(tmp_path)
     trainer.maker.generator = policy = Scripted(SCRIPT)
     trainer.train()
     assert [each.most is None for each in policy.asked] == [True] * 2 + [False] * 4
@@ -252,3 +258,17 @@ def test_grpo_learns_from_them(tmp_path: Path):
     assert all(each["grad_norm"] > 0 for each in logs)
     said = sum(len(turn) + 1 for turn in SCRIPT)
     assert logs[0]["completions/mean_length"] == said
+
+
+def rank_main(rank: int, folder: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        trainer = trainer_of(Path(folder), fsdp="full_shard", ds3_gather_for_generation=True)
+        assert trainer.maker.writer.has_a_part
+        trainer.maker.generator = policy = Scripted(SCRIPT[-1:] if rank else SCRIPT)
+        trainer.train()
+        assert len(policy.asked) == (2 if rank else 6)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_weights_write_equally_often(tmp_path: Path):
+    run_ranks(rank_main, str(meeting_place(tmp_path)), ranks=2)

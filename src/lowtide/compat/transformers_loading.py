@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import core_model_loading
-from transformers.core_model_loading import WeightTransform
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightTransform
 
 
 @contextlib.contextmanager
@@ -52,3 +53,15 @@ def telling_what_was_read(done: Callable[[Tensor], None]) -> Iterator[None]:
     ):
         yield
     pass_on()
+
+
+def joined_as_loaded(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a parameter, by its name, is made of several of a file's tensors as a model is loaded."""
+    endings = tuple(
+        ending
+        for each in get_model_conversion_mapping(cast(Any, model))
+        if isinstance(each, WeightConverter)
+        and any(isinstance(step, Concatenate | MergeModulelist) for step in each.operations)
+        for ending in each.target_patterns
+    )
+    return lambda name: name.replace(".base_layer", "").endswith(endings)

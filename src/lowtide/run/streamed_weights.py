@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.compat.torch import FakeTensor, leave_in_place, parts_of
+from lowtide.compat.transformers_loading import joined_as_loaded
 from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.quantized import (
     check_brought,
@@ -88,6 +89,8 @@ def stream_frozen(model: nn.Module, args: Any, *, what: str = "model") -> None:
     if not weights:
         return
     if isinstance(weights[0], FakeTensor):
+        if kind_of(args.device) == "cpu" and not any(map(is_quantized, weights)):
+            weights = _in_files(model, weights, args, what)
         store: Store = Unresident(on_device=kind_of(args.device) == "cuda")
     elif args.device.type == "cpu":
         if any(map(is_quantized, weights)):
@@ -192,8 +195,12 @@ def _in_files(model: nn.Module, weights: list[nn.Parameter], args: Any, what: st
         ValueError: more do not, or they are cast as they are used.
     """
     _check_not_cast(weights, args, what)
-    in_files = lying_in_files(weights)
     names = {id(p): name for name, p in model.named_parameters()}
+    if isinstance(weights[0], FakeTensor):  # of which as many lie there as transformers leaves as they are
+        joins = joined_as_loaded(causal_model(model))
+        in_files = {weight for weight in weights if not joins(names[id(weight)])}
+    else:
+        in_files = lying_in_files(weights)
     lost = [weight for weight in weights if weight not in in_files]
     if sum(weight.nbytes for weight in lost) > FEW * sum(weight.nbytes for weight in weights):
         raise ValueError(

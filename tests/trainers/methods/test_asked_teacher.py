@@ -223,6 +223,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stored": ({"teacher_logprobs": "F", "ref_model_storage": "8bit"}, "ref_model_storage='8bit' is of a teacher"),
     "written anew": ({"teacher_logprobs": "F", "lmbda": 0.5}, "set lmbda=0"),
     "written by the teacher": ({"teacher_model_server_url": "http://h:1", "seq_kd": True}, "seq_kd=True has the"),
+    "no address": ({"teacher_model_server_url": "localhost"}, "'localhost', which is no address of a server"),
+    "no folder": ({"teacher_logprobs": []}, "names no folder"),
     "a column": ({"teacher_column": "kind"}, "teacher_column='kind' requires teacher_model_server_urls"),
     "a timeout": ({"teacher_model_server_timeout": 5.0}, "requires teacher_model_server_url:"),
     "without one": ({"loss_top_k": 5}, "loss_top_k=5 is of a teacher that is asked"),

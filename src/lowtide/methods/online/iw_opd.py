@@ -64,8 +64,8 @@ class IWOPDOptions(RolloutOptions, ServedTeacherOptions):
         self.check_asked()
         if self.use_teacher_server != (self.asked is not None):
             raise ValueError(
-                f"use_teacher_server={self.use_teacher_server} and teacher_model_server_url="
-                f"{self.teacher_model_server_url!r} contradict each other: set both, or neither"
+                f"use_teacher_server={self.use_teacher_server} and {self.asked or 'teacher_model_server_url=None'} "
+                "contradict each other: set both, or neither"
             )
 
 

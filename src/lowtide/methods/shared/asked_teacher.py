@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -119,6 +120,9 @@ class ServedTeacherOptions(TeacherOptions):
                 f"teacher_model_server_url={url!r} and teacher_model_server_urls={urls!r}: give the address of one "
                 "teacher, or of several by their names"
             )
+        for name, address in [("teacher_model_server_url", url), *((ASKED[1], each) for each in (urls or {}).values())]:
+            if address is not None and not is_address(address):
+                raise ValueError(f"{name} has {address!r}, which is no address of a server as http://localhost:8000 is")
         for name in OF_LOADED:
             if (value := getattr(self, name)) is not None:
                 raise ValueError(f"{name}={value!r} loads a teacher, and {self.asked} asks one: leave one of them out")
@@ -198,6 +202,15 @@ class NamingTeacherOptions(ServedTeacherOptions):
     def unsaid(self, scores: int) -> dict[str, Tensor]:
         tokens = (torch.arange(self.names) % self.loss_top_k).repeat(scores, 1)
         return {NAMED_TOKENS: tokens, NAMED_LOGPROBS: torch.full(tokens.shape, -10.0)}
+
+
+def is_address(value: Any) -> bool:
+    """Whether it is that of a server over HTTP."""
+    try:
+        parts = urlsplit(str(value))
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def unsaid(options: Any) -> Callable[[RaggedBatch, int], RaggedBatch] | None:

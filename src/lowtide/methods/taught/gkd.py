@@ -115,6 +115,8 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, NamingTeacherOptions)
                 f"seq_kd=True has the teacher write, and {self.asked} asks it for log-probabilities alone: load the "
                 "teacher, or leave seq_kd out"
             )
+        if folder is not None and not folder:
+            raise ValueError(f"teacher_logprobs={folder!r} names no folder: name one, or leave it out")
         if folder is not None and self.writes:
             raise ValueError(
                 f"teacher_logprobs={folder!r} is of the data's completions, and lmbda={self.lmbda:g} has the student "

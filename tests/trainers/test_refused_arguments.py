@@ -218,6 +218,11 @@ def test_a_value_that_an_optimizer_cannot_take_names_its_option(tmp_path):
             "num_train_epochs=1e-300 must be above 0 and .*, and is 0 in",
         ),
         ({"optim_args": "a=b=c"}, "optim_args='a=b=c' must be of the form"),
+        ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers=True requires dataloader_num_workers"),
+        (
+            {"dataloader_multiprocessing_context": "fork"},
+            "dataloader_multiprocessing_context='fork' requires dataloader_num_workers above 0",
+        ),
         (
             {"num_train_epochs": 1e300},
             "num_train_epochs=1e\\+300 must be finite and above 0 and at most 10*, and is",

@@ -57,8 +57,9 @@ def check_inherited(args: Any) -> None:
     check_flags("gradient_checkpointing_kwargs", args.gradient_checkpointing_kwargs, OF_CHECKPOINTS)
     if args.optim_args and not all(part.count("=") == 1 for part in args.optim_args.split(",")):
         raise ValueError(f"optim_args={args.optim_args!r} must be of the form 'name=value,name=value'")
-    if args.dataloader_persistent_workers and not args.dataloader_num_workers:
-        raise ValueError("dataloader_persistent_workers=True requires dataloader_num_workers above 0")
+    for name in ("dataloader_persistent_workers", "dataloader_multiprocessing_context"):
+        if (value := getattr(args, name)) and not args.dataloader_num_workers:
+            raise ValueError(f"{name}={value!r} requires dataloader_num_workers above 0")
     check_steps(args)
     check_evaluation(args)
     check_compiler(args.torch_compile_backend, args.torch_compile_mode)

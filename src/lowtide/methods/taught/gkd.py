@@ -56,7 +56,7 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, NamingTeacherOptions)
         SHARE,
     )
     seq_kd: bool = option(False, "Where the student does not write, the teacher does, in place of the data.")
-    teacher_logprobs: str | list[str] | None = option(
+    teacher_logprobs: list[str] | str | None = option(
         None,
         "A folder of a teacher's log-probabilities of the data's completions, which `lowtide teacher-logprobs` wrote: "
         "no teacher is loaded. Several folders: each row's are those of the first that has it.",

@@ -34,6 +34,7 @@ SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-4,
     "use_vllm": True,
     "vllm_mode": "server",
+    "vllm_importance_sampling_mode": "token_truncate",  # AsyncGRPOConfig's
     "vllm_weight_check_interval": 0,  # which would write, too
 }
 PLAIN: dict[str, Any] = {

@@ -19,9 +19,9 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.weights.loading import has_adapters
 from lowtide.engine.weights.quantized import is_quantized, put_in_float8, put_in_nvfp4
 from lowtide.engine.weights.reference_storage import layer_lists
-from lowtide.engine.weights.stacks import plain_stacks, put_stack_in_float8
 from lowtide.memory.options import FLOAT8, NVFP4
 from lowtide.ops.layers.float8 import fits
+from lowtide.ops.layers.stacks import plain_stacks, put_stack_in_float8
 from lowtide.process.ways_out import in_python
 
 STORED: dict[str, Callable[[nn.Linear, torch.device], None]] = {FLOAT8: put_in_float8, NVFP4: put_in_nvfp4}

@@ -3,7 +3,7 @@
 The weights of a layer's experts are one parameter, a stack [experts, out, in]. PEFT adapts it (`target_parameters`) by
 adding `B A` of every expert to it in each forward: a second stack, whose gradient is a third one. Here each expert's
 tokens go through `x W' + (x A') B'` in products grouped by expert, so that beside the weights nothing of their size is
-made. A stack that is quantized (`engine.weights.stacks`) is made dense for one product at a time, in forward and once
+made. A stack that is quantized (`ops.layers.stacks`) is made dense for one product at a time, in forward and once
 more in backward.
 
 Exact: it is the same sum in another order. PEFT's own way is left where experts are computed by a function that takes
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lowtide.compat.peft import StackLora, adapted_stacks, stack_loras
 from lowtide.compat.transformers import grouped_experts, grouped_product, has_stacks, run_in_groups
-from lowtide.engine.weights.stacks import StoredStack, stored_stacks
+from lowtide.ops.layers.stacks import StoredStack, stored_stacks
 from lowtide.ops.target import autocast_dtype
 
 LORAS = "lowtide_loras"

@@ -28,8 +28,8 @@ from lowtide.engine.virtual_tokens import kind_of_prompt
 from lowtide.engine.weights.adapter_errors import check_values, options_named
 from lowtide.engine.weights.load_errors import arguments_named, to_install
 from lowtide.engine.weights.places import named_base
-from lowtide.engine.weights.stacks import shapes_of_stacks
 from lowtide.engine.weights.weight_files import broken_files_named, read_json, stored_as_whole_numbers
+from lowtide.ops.layers.stacks import shapes_of_stacks
 from lowtide.ops.mapped import FilePages
 
 logger = logging.getLogger(__name__)

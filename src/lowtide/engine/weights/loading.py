@@ -36,7 +36,7 @@ from lowtide.engine.weights.new_model import begins_at_random, new_model
 from lowtide.engine.weights.places import check_config_file, check_model_place
 from lowtide.engine.weights.quantized import check_torchao, is_quantized
 from lowtide.engine.weights.sharded.shard_files import shards_in
-from lowtide.engine.weights.stacks import expert_stacks, shapes_of_stacks
+from lowtide.ops.layers.stacks import expert_stacks, shapes_of_stacks
 from lowtide.process.ways_out import in_python
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from lowtide.engine.heads import HEADS
 from lowtide.engine.virtual_tokens import kind_of_prompt, prompt_config
 from lowtide.engine.weights.quantized import dense_weight, is_quantized
 from lowtide.engine.weights.sharded.shard_files import OF_A_MODEL, WeightFiles, missing_shards, shards_in
-from lowtide.engine.weights.stacks import stored_stacks
+from lowtide.ops.layers.stacks import stored_stacks
 from lowtide.own_files import share_file
 from lowtide.ranks.shards import held_whole
 

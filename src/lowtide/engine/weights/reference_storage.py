@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowtide.engine.forward import causal_model
-from lowtide.engine.weights.stacks import plain_stacks, put_stack_in_4_bits
+from lowtide.ops.layers.stacks import plain_stacks, put_stack_in_4_bits
 
 
 def as_it_is(model: nn.Module, device: torch.device) -> None:

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from lowtide.compat.torch import FakeTensor, gathered
 from lowtide.memory.activations.computed_again import Shell, computing_parts, own_forward, sum_wide
+from lowtide.ops.layers.stacks import stored_stacks
 from lowtide.ops.surroundings import Surroundings
 
 NAMES = ("mlp", "feed_forward", "feedforward", "ffn", "DenseReluDense")
@@ -162,16 +163,17 @@ def _width(part: nn.Module) -> int | None:
 @torch.no_grad()
 def _experts_differ(module: Any) -> str | None:
     """The same proof of experts, for five tokens of which each sees two of them."""
-    weight = module.down_proj
-    if not isinstance(weight, Tensor) or weight.ndim != 3:
+    weight, stored = module.down_proj, stored_stacks(module).get("down_proj")
+    if not isinstance(weight, Tensor) or (weight.ndim != 3 and stored is None):
         return "has experts whose weights are not one tensor"
     if weight.is_meta or isinstance(weight, FakeTensor):
         return None  # nothing to compute with
     generator = torch.Generator().manual_seed(0)
-    width = weight.shape[2 if module.is_transposed else 1]
-    x = torch.randn(5, width, generator=generator).to(weight)
+    shape = weight.shape if stored is None else stored.shape
+    x = torch.randn(5, shape[2 if module.is_transposed else 1], generator=generator)
+    x = x.to(weight.device, weight.dtype if stored is None else torch.bfloat16)
     chosen = torch.stack([torch.randperm(module.num_experts, generator=generator)[:2] for _ in range(5)])
-    given = x, chosen.to(weight.device), torch.rand(chosen.shape, generator=generator).to(weight)
+    given = x, chosen.to(weight.device), torch.rand(chosen.shape, generator=generator).to(x)
     whole = own_forward(module)(module, *given)
     tiles = torch.cat(
         [own_forward(module)(module, *pieces) for pieces in zip(*(t.split(2) for t in given), strict=True)]

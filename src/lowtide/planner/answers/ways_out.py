@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowtide.engine.weights.stacks import expert_stacks, plain_stacks
 from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.options import TWO_PASS
+from lowtide.ops.layers.stacks import expert_stacks, plain_stacks
 from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.tracing.described_model import DescribedModel

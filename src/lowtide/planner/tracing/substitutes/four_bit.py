@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide.engine.weights.stacks import STAND_INS, StoredStack, plain_stacks
+from lowtide.ops.layers.stacks import STAND_INS, StoredStack, plain_stacks
 from lowtide.process.ways_out import in_python
 
 SCALED, SCALES_SCALED = 64, 256

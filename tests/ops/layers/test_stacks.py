@@ -19,7 +19,8 @@ from lowtide.engine.weights.loading import WITH_EXPERTS, adapt
 from lowtide.engine.weights.merging import save_merged
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.reference_storage import in_4_bits
-from lowtide.engine.weights.stacks import plain_stacks, put_stack_in_float8, stored_stacks
+from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
+from lowtide.ops.layers.stacks import plain_stacks, put_stack_in_4_bits, put_stack_in_float8, stored_stacks
 from lowtide.planner.tracing.substitutes.four_bit import store_in_four_bits
 from tests.support.models.causal_families import tiny_causal
 from tests.support.models.tiny_models import assert_close, build, gradients, loss_of, shared
@@ -134,6 +135,18 @@ def test_in_float8_too(kind):
     expected.backward()
     found.backward()
     assert_close(gradients(ours), gradients(twin), 2e-5)
+
+
+@pytest.mark.parametrize("form", ["4 bits", "FP8"])
+def test_over_tiles_of_tokens(form):
+    model: Any = tiny_causal("qwen3_moe")
+    for experts, name in plain_stacks(model):
+        put = put_stack_in_4_bits if form == "4 bits" else put_stack_in_float8
+        put(experts, name, CPU)
+    install(model)
+    expected = loss_of(model, shared())
+    assert install_tiled_mlp(model, 3) > 0
+    torch.testing.assert_close(loss_of(model, shared()), expected, rtol=1e-5, atol=0)
 
 
 def test_frozen_experts_are_multiplied_from_their_codes(tmp_path):

@@ -38,13 +38,18 @@ def moved(pages) -> list[Path]:
     return [page for page in pages if page.stem in MOVED]
 
 
-@pytest.mark.parametrize(("width", "dark"), [(360, True), (768, False), (1400, False), (2000, True)])
-def test_every_page_is_readable_and_asks_for_nothing(pages, moved, width, dark):
+@pytest.mark.parametrize(
+    ("loaded", "resized"), [((360, True), (768, False)), ((1400, False), (2000, True))], ids=["narrow", "wide"]
+)
+def test_every_page_is_readable_and_asks_for_nothing(pages, moved, loaded, resized):
+    """As it is loaded in a window, in light or dark colours, and as it is then shown in another."""
     wrong: dict[str, object] = {}
     with browser() as tab:
         for page in [each for each in pages if each not in moved]:
-            tab.open(page.as_uri(), width=width, dark=dark)
+            tab.open(page.as_uri(), width=loaded[0], dark=loaded[1])
             found = {name: said for name, said in tab.audit().items() if said}
+            tab.resize(width=resized[0], dark=resized[1])
+            found |= {f"{name}, resized": said for name, said in tab.audit().items() if said}
             found |= {"errors": list(tab.errors)} if tab.errors else {}
             fetched = [address for address in tab.requests if not address.startswith(OWN)]
             if found or fetched:

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from docs_site.run_notebooks import FOLDER, run_cell, run_cells
+from tests.support.marks import slow_but
 
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+stem = lambda path: path.stem  # noqa: E731
 
 
 def test_a_cell_gives_what_it_prints_and_its_last_expression():
@@ -26,8 +28,9 @@ def test_a_notebook_was_run_and_is_small(path):
     assert path.stat().st_size < 100_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", slow_but((), NOTEBOOKS, swept=[each for each in NOTEBOOKS if each.stem != "first-fine-tuning"]), ids=stem
+)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_cells(json.loads(path.read_text(encoding="utf-8")), path.stem)

@@ -94,7 +94,7 @@ def laid(model: Any, rows: list[ShownRow]) -> RaggedBatch:
     return RaggedBatch.from_segments([row.token_ids for row in rows], labels, shown=shown)
 
 
-@pytest.mark.parametrize("name", slow_but(FAST, TRAINED))
+@pytest.mark.parametrize("name", slow_but(FAST, TRAINED, swept=["glm5_next"]))
 def test_a_family_has_the_numbers_of_its_own_forward(name: str) -> None:
     model = family_model(name)
     rows = rows_of(model, name)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from peft.utils.integrations import dequantize_module_weight
 from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.loading import load_model
+from lowtide.engine.weights.quantized import dense_weight
 from tests.support.marks import slow_but
 from tests.support.matrix import matrix
 from tests.support.matrix.matrix import ACTED, PLAIN, TECHNIQUES, Run, check_equal, with_it
@@ -66,12 +66,13 @@ def base_model(kind: str, base: str) -> PreTrainedModel:
 
 
 def dequantized(kind: str, base: str) -> PreTrainedModel:
-    """The dense model with the values of a quantized one."""
+    """The dense model with the values of a quantized one, which PEFT would read with others' scales on a CPU: rows are
+    no whole blocks of 64."""
     dense, stored = matrix.build(kind, 64), base_model(kind, base)
     with torch.no_grad():
         for name, module in dense.named_modules():
             if isinstance(module, torch.nn.Linear):
-                module.weight.copy_(dequantize_module_weight(stored.get_submodule(name)))
+                module.weight.copy_(dense_weight(stored.get_submodule(name), torch.float32))
     return dense
 
 

@@ -28,16 +28,22 @@ def peak(folder: Path, **options) -> int:
     return int(done.stdout.split()[-1])
 
 
-def test_a_streamed_base_takes_a_layer(tmp_path):
-    peak(tmp_path)  # saves the model
-    plain, streamed = (peak(tmp_path, base_weights=where) for where in ("resident", "stream"))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """With the model."""
+    made = tmp_path_factory.mktemp("resident")
+    peak(made)
+    return made
+
+
+def test_a_streamed_base_takes_a_layer(folder):
+    plain, streamed = (peak(folder, base_weights=where) for where in ("resident", "stream"))
     assert plain > WEIGHTS
     assert plain - streamed > WEIGHTS - 2 * LAYER - HEAD
 
 
-def test_trained_weights_and_states_in_a_file(tmp_path):
-    peak(tmp_path)
-    plain = peak(tmp_path, **IN_BACKWARD)
-    streamed = peak(tmp_path, **IN_BACKWARD, trained_weights="stream")
+def test_trained_weights_and_states_in_a_file(folder):
+    plain = peak(folder, **IN_BACKWARD)
+    streamed = peak(folder, **IN_BACKWARD, trained_weights="stream")
     assert plain > 3 * WEIGHTS
     assert plain - streamed > 3 * WEIGHTS - 6 * LAYER - 3 * HEAD

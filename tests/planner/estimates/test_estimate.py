@@ -76,6 +76,12 @@ CASES: dict[str, tuple[str, dict[str, Any], list, type, Any]] = {
     "gkd": ("GKDConfig", {"lmbda": 0.0}, TEXTS, LlamaConfig, None),
     "gkd, LoRA": ("GKDConfig", {"lmbda": 0.0, "beta": 0.0}, TEXTS, LlamaConfig, LORA),
 }
+MEASURED = (
+    *("sft", "sft without checkpointing", "sft, several micro-batches", "sft, in pieces", "sft, in backward"),
+    *("sft, tiled", "sft, offloaded", "sft, compressed", "sft, torchao", "sft, LoRA", "sft, bfloat16"),
+    *("dpo", "dpo, in pieces", "kto", "token classification", "gkd"),
+)
+"""Cases whose tensors the slow tests count; the sweep counts those of all."""
 TEACHER = Qwen2Config(**{**SIZES, "hidden_size": 240, "num_hidden_layers": 9})
 
 PACKAGES = {"sft, bitsandbytes": "bitsandbytes", "sft, torchao": "torchao", "sft, GaLore": "galore_torch"}
@@ -151,8 +157,7 @@ def elsewhere() -> Iterator[Any]:
         yield pool
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but([], CASES, swept=[each for each in CASES if each not in MEASURED]))
 def test_the_trace_is_what_tensors_take(case, tmp_path, elsewhere):
     pytest.importorskip(PACKAGES.get(case, "torch"))
     if case == "sft, torchao" and (shutil.which("c++") is None or " " in torch.__file__):

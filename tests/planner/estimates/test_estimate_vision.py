@@ -58,7 +58,7 @@ CASES: dict[str, Any] = {
 CELLS = [(family, case) for family in FAMILIES for case in CASES]
 
 
-@pytest.mark.parametrize(("family", "case"), slow_or_sweep(CELLS, CELLS[::2]))
+@pytest.mark.parametrize(("family", "case"), slow_or_sweep(CELLS, CELLS[::4]))
 def test_the_peak_is_predicted_with_the_tower(family: str, case: str, tmp_path: Path) -> None:
     kind, config, make, options = CASES[case]
     made = Dataset.from_list(make(32))

@@ -32,6 +32,7 @@ WORDS = tuple(
 )
 SECONDS = 60
 """After which an answer is given up."""
+DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"
 AUDIT = Path(__file__).with_name("page_audit.js").read_text(encoding="utf-8")
 
 
@@ -54,15 +55,23 @@ class Page:
 
     def open(self, url: str, *, width: int, dark: bool = False, height: int = 900) -> None:
         """Loads a page in a window of that many CSS pixels, and waits until it has."""
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._ask("Emulation.setEmulatedMedia", features=[scheme])
-        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self._measure(width, height, dark)
         self.errors.clear()
         self.requests.clear()
         self._pipe.events.clear()
         self._ask("Page.navigate", url=url)
         self._pipe.wait_for("Page.loadEventFired")
-        self.run("new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
+        self.run(DRAWN)
+
+    def resize(self, *, width: int, dark: bool = False, height: int = 900) -> None:
+        """Shows the page that is loaded in another window, and waits until it is drawn."""
+        self._measure(width, height, dark)
+        self.run(DRAWN)
+
+    def _measure(self, width: int, height: int, dark: bool) -> None:
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._ask("Emulation.setEmulatedMedia", features=[scheme])
+        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def follow(self, url: str) -> str:
         """Opens a page that leads on at once, and gives the address at which that ends."""

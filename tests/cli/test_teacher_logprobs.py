@@ -1,6 +1,7 @@
 """`lowtide teacher-logprobs`: what it writes, and what a run reads of it."""
 
 import json
+import shutil
 
 import pytest
 
@@ -26,9 +27,9 @@ def test_a_run_reads_what_was_written(here, capsys):
     assert main(["teacher-logprobs", "gkd", *options, "--teacher_model_name_or_path", "T", "--use_cpu"]) == 0
     assert json.loads((here / "said" / FACTS).read_text()) == {"teacher": "T", "top_logprobs": 5, "temperature": 1.0}
     assert "what the teacher says of 12 texts, its 5 likeliest tokens" in capsys.readouterr().out
+    shutil.rmtree(here / "T")  # nothing of the teacher is loaded
     run = ["--lmbda", "0", "--beta", "0", "--output_dir", "run", "--max_steps", "2", "--use_cpu"]
     assert main(["gkd", *options, *run]) == 0
-    assert "what T said before, in said; its 5 likeliest" in "".join(capsys.readouterr())
     assert (here / "run" / "model.safetensors").exists()
 
 

@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel, TorchAoConfig
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.heads.value import Value
 from lowtide.engine.weights.loading import load_model
-from lowtide.engine.weights.quantized import dense_weight
+from lowtide.engine.weights.quantized import dense_weight, is_quantized
 from tests.support.marks import slow_but
 from tests.support.matrix import matrix
 from tests.support.matrix.matrix import ACTED, PLAIN, TECHNIQUES, Run, check_equal, with_it
@@ -72,7 +72,9 @@ def dequantized(kind: str, base: str) -> PreTrainedModel:
     with torch.no_grad():
         for name, module in dense.named_modules():
             if isinstance(module, torch.nn.Linear):
-                module.weight.copy_(dense_weight(stored.get_submodule(name), torch.float32))
+                layer: Any = stored.get_submodule(name)
+                quantized = is_quantized(layer.weight)
+                module.weight.copy_(dense_weight(layer, torch.float32) if quantized else layer.weight)
     return dense
 
 

@@ -446,7 +446,7 @@ def test_a_bucket_that_is_none(server: Running):
 
 def test_other_ranks_wait_for_the_first_to_send(server: Running, service: Service, monkeypatch: pytest.MonkeyPatch):
     copied = "lowtide.rollout.generators.vllm.copied"
-    monkeypatch.setattr(f"{copied}._of_first", lambda run: "ours")
+    monkeypatch.setattr(f"{copied}.objects_of_all_ranks", lambda run: ["ours"])
     model = tiny_llama()
     first, other = (generator_at(server.url, model, timeout=30.0) for _ in range(2))
     monkeypatch.setattr(f"{copied}.distributed", lambda: threading.current_thread() is threading.main_thread())

@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from lowtide.engine.forward import embedding_weight
 from lowtide.ranks.shards import is_sharded
-from lowtide.ranks.world import distributed
+from lowtide.ranks.world import distributed, objects_of_all_ranks
 from lowtide.rollout.generators.vllm.adapters import adapter_file, why_merged
 from lowtide.rollout.generators.vllm.backends import LowtideServer, VLLMServe
 from lowtide.rollout.generators.vllm.facts import Facts
@@ -67,7 +66,7 @@ class CopiedWeights:
         self.backend, self.facts, self.limits, self.computes_in = backend, facts, limits, computes_in
         self.bucket_bytes, self.padding_free = bucket_bytes, padding_free
         self.merged = why_merged(model, facts.adapters)
-        self.run: str = _of_first(uuid.uuid4().hex)
+        self.run = objects_of_all_ranks(uuid.uuid4().hex)[0]
         self.label: Label | None = None
         self._weights = Copies(adapted=self.merged is not None)
         self._adapter: dict[str, Mark] | None = None
@@ -113,7 +112,7 @@ class CopiedWeights:
         assert label is not None
         turns = turns_of(vocabulary, self.facts.max_model_length, label.copy)
         asked = self._again(lambda: self._written(turns, label, vocabulary)) if _is_first() else None
-        written = _of_first(asked) if is_sharded(model) else asked
+        written = objects_of_all_ranks(asked)[0] if is_sharded(model) else asked
         assert written is not None
         new, again = distances(model, turns, written, padding_free=self.padding_free)
         most = far(self.computes_in or dtype_of(model), "" if is_rounded(model) else self.facts.dtype)
@@ -151,7 +150,7 @@ class CopiedWeights:
         if sends or is_sharded(model):
             # A copy failed, or the server was started again: a part would not make it whole.
             lost = sends and (before is None or asdict(before) not in self._again(self.backend.labels))
-            if _said_by_first(lost, model):
+            if objects_of_all_ranks(lost)[0] if is_sharded(model) else lost:
                 self._forget()
             if sends:
                 tries = 1 if is_sharded(model) else None  # the other ranks' part of it cannot be made again
@@ -218,21 +217,3 @@ def _adapter_marks(model: nn.Module) -> dict[str, Mark]:
 def _is_first() -> bool:
     """Whether this rank sends."""
     return not distributed() or dist.get_rank() == 0
-
-
-def _said_by_first(here: bool, model: nn.Module) -> bool:
-    """What the first rank finds, where all ranks ask."""
-    if not is_sharded(model):
-        return here
-    flag = torch.tensor(float(here), device=next(model.parameters()).device)
-    dist.broadcast(flag, src=0)
-    return bool(flag)
-
-
-def _of_first(here: T) -> T:
-    """What the first rank has, on all of them."""
-    if not distributed():
-        return here
-    told = [here]
-    dist.broadcast_object_list(told)
-    return told[0]

@@ -128,7 +128,7 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     inner = causal_model(model)
     if stage_of(inner) is not None:
         return  # it was, before it was cut
-    compute_quantized(inner)
+    keep_trainable(inner)
     install_adapter_inputs(inner)
     install_experts(inner)
     install_head(inner)

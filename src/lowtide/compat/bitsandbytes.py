@@ -17,8 +17,6 @@ from lowtide.compat.transformers import has_stacks, stack_names
 
 LARGEST = 2**31 - 1
 """Numbers of a weight that bitsandbytes' kernels count."""
-
-
 STATES = "_lowtide_quant_states"
 """The attribute of a module: by name, the states of its weights in 4 bits."""
 

@@ -81,6 +81,17 @@ def made_dense(model: Any, like: Any) -> Any:
     return dense
 
 
+def check_alike(ours: Any, twin: Any) -> None:
+    """Both have the same loss and gradients."""
+    install(twin)
+    install(ours)
+    expected, found = loss_of(twin, shared()), loss_of(ours, shared())
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    expected.backward()
+    found.backward()
+    assert_close(gradients(ours), gradients(twin), 2e-5)
+
+
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_is_loaded_in_4_bits_has_its_experts_in_them(kind, nested, tmp_path):
@@ -108,13 +119,7 @@ def test_loss_and_gradients_are_those_of_the_dense_stacks(kind, tmp_path):
     install(model)
     twin = with_adapters(made_dense(model, plain))
     ours = with_adapters(model)
-    install(twin)
-    install(ours)
-    expected, found = loss_of(twin, shared()), loss_of(ours, shared())
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    expected.backward()
-    found.backward()
-    assert_close(gradients(ours), gradients(twin), 2e-5)
+    check_alike(ours, twin)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,13 +133,7 @@ def test_in_float8_too(kind):
         dense = stored_stacks(experts)[name].dense(torch.float32)
         assert 0.01 < (dense - before).norm() / before.norm() < 0.04
         getattr(others, name).data = dense
-    install(ours)
-    install(twin)
-    expected, found = loss_of(twin, shared()), loss_of(ours, shared())
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
-    expected.backward()
-    found.backward()
-    assert_close(gradients(ours), gradients(twin), 2e-5)
+    check_alike(ours, twin)
 
 
 @pytest.mark.parametrize("form", ["4 bits", "FP8"])

@@ -80,8 +80,8 @@ def put_stack_in_4_bits(experts: nn.Module, name: str, device: torch.device) -> 
 
 @contextlib.contextmanager
 def shapes_of_stacks(model: nn.Module) -> Iterator[None]:
-    """While it lasts, quantized stacks have the shape and dtype of what they stand for, and no values: PEFT makes an
-    adapter by these."""
+    """While it lasts, quantized stacks have the shape of what they stand for, and no values: PEFT makes an adapter by
+    it."""
     held = [
         (each, name, cast(Tensor, getattr(each, name)), stack.shape)
         for each in model.modules()

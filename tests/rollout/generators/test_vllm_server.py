@@ -327,6 +327,7 @@ def test_a_server_that_hangs(answering: Callable):
 
 def test_completions_and_weights_have_times_of_their_own(server: Running, engine: Remembers):
     model = tiny_llama()
+    generator_at(server.url, model, bucket_bytes=3000).sync(model, 0)  # what a process does first takes longer
     limits = Limits(request_timeout=0.2, weight_sync_timeout=0.3)
     generator = generator_at(server.url, model, bucket_bytes=3000, limits=limits)
     generator.sync(model, 0)

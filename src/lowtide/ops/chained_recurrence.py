@@ -1,5 +1,5 @@
-"""Recurrences over a piece of a long row, which start from the states that the piece before left
-(`ops.attention.piece_keys`).
+"""Recurrences and short convolutions over a piece of a long row, which go on from what the piece before left
+(`ops.attention.piece_keys`): its states, and its last inputs.
 
 A state is all that a piece needs of those before it. In backward its gradient is left with the piece before, as those
 of keys are, and is taken in where that piece's own final states have gradients.
@@ -11,10 +11,13 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.attention.attention_plan import AttentionPlan, Sight
+from lowtide.ops.attention.chained_attention import joined
 from lowtide.ops.attention.piece_keys import PieceKeys
+from lowtide.ops.convolution import causal_convolution
 from lowtide.ops.recurrence import Recurrence, RecurrenceLayout
 
 
@@ -38,6 +41,20 @@ def chained_recurrence(layer: Hashable, recurrence: Recurrence, plan: AttentionP
     if piece.records:
         piece.keep(layer, [states])
     return _HandedOn.apply(out, states, layer, piece)
+
+
+def chained_convolution(
+    layer: Hashable, x: Float[Tensor, "tokens channels"], weight: Float[Tensor, "channels taps"], plan: AttentionPlan
+) -> Float[Tensor, "tokens channels"]:
+    """A short convolution over the segments of a plan, which may be those of a piece.
+
+    Args:
+        layer: tells the convolutions of a model apart.
+        weight: the last tap is the token's own.
+    """
+    if plan.piece is not None:
+        (x,), plan = joined(layer, (x,), plan, Sight(window=weight.shape[1]))
+    return causal_convolution(x, weight, plan)
 
 
 class _Before(torch.autograd.Function):

@@ -119,6 +119,9 @@ class RecurrenceLayout:
         return x.unflatten(0, (-1, self.chunk))
 
 
+Laying = Callable[[Tensor], Tensor]
+
+
 class Recurrence(Protocol):
     """A recurrence of given tokens, which a plan computes from the states that it holds."""
 
@@ -139,6 +142,21 @@ class Recurrence(Protocol):
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """The same of one token of each row, [rows, ...], from the states of the rows, and the states after it."""
+        ...
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """How many heads have a state of their own, and how many keys these share in equal groups."""
+        ...
+
+    def mapped(self, heads: Laying, keys: Laying, weights: Laying) -> Recurrence:
+        """The recurrence of other heads.
+
+        Args:
+            heads: makes [tokens', heads', ...] of [tokens, heads, ...].
+            keys: the same of what heads share.
+            weights: makes [heads', ...] of what all tokens have alike, [heads, ...].
+        """
         ...
 
 
@@ -252,6 +270,14 @@ class LinearRecurrence:
 
     def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
         return recurrence_step(self.query, self.key, self.value, self.log_decay, self.beta, state)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.value.shape[1], self.key.shape[1]
+
+    def mapped(self, heads: Laying, keys: Laying, weights: Laying) -> LinearRecurrence:
+        beta = None if self.beta is None else heads(self.beta)
+        return LinearRecurrence(keys(self.query), keys(self.key), heads(self.value), heads(self.log_decay), beta)
 
 
 def recurrence_step(

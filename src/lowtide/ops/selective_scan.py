@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowtide.ops.attention.attention_plan import scattered
-from lowtide.ops.recurrence import RecurrenceLayout, scan
+from lowtide.ops.recurrence import Laying, RecurrenceLayout, scan
 
 CHUNK_OF_SCAN = 16
 """Tokens of a chunk: the states between chunks are as large as one of the inputs where `width` is 16, as in Mamba."""
@@ -78,6 +78,16 @@ class SelectiveScan:
             x, dt, A, B, C = (each.to(state.dtype) for each in (self.x, self.dt, self.A, self.B, self.C))
             state = state * (dt[..., None] * A).exp() + (dt * x)[..., None] * B[:, None]
             return (state @ C[..., None])[..., 0], state
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Each channel has a state of its own, and all share `B` and `C`."""
+        return self.x.shape[1], 1
+
+    def mapped(self, heads: Laying, keys: Laying, weights: Laying) -> SelectiveScan:
+        """The scan of other channels; see `ops.recurrence.Recurrence`. All keys that come of it are the same."""
+        B, C = (keys(each[:, None])[:, 0] for each in (self.B, self.C))
+        return SelectiveScan(heads(self.x), heads(self.dt), weights(self.A), B, C)
 
 
 class _Chunks(torch.autograd.Function):

@@ -1,9 +1,9 @@
 """Sequence parallelism: ranks that hold the same batch, and of which each computes a slice of its tokens.
 
-All of a model but its attention works token by token. Around attention an all-to-all gives each rank all tokens of some
-heads in place of its own tokens of all heads, as in DeepSpeed Ulysses (arXiv 2309.14509). A rank then attends to the
-whole batch, so that packed rows, shared prefixes and windows are what they are on one rank, and a slice may end
-anywhere.
+All of a model but its attention, its recurrences and its short convolutions works token by token. Around these an
+all-to-all gives each rank all tokens of some heads (or channels) in place of its own tokens of all heads, as in
+DeepSpeed Ulysses (arXiv 2309.14509). A rank then has the whole batch before it, so that packed rows, shared prefixes,
+windows and states are what they are on one rank, and a slice may end anywhere.
 
 Every exchange goes backward as its exact transpose, for the sum of the losses of all ranks. The ranks of a group
 compute the same loss, so what they add up has its gradient `size` times; the mean of gradients over all ranks, which
@@ -60,13 +60,13 @@ class SequenceParallel(RankGroup):
 
     # -- exchanges, all differentiable -------------------------------------------------------------------------------
 
-    def by_heads(self, x: Float[Tensor, "own heads dim"], tokens: int) -> Float[Tensor, "tokens own_heads dim"]:
+    def by_heads(self, x: Float[Tensor, "own heads ..."], tokens: int) -> Float[Tensor, "tokens own_heads ..."]:
         """This rank's heads of all tokens, from all heads of its own tokens; `size` divides the heads."""
         own, lengths = x.shape[0], self.lengths(tokens)
         for_ranks = x.unflatten(1, (self.size, -1)).transpose(0, 1).flatten(0, 1)
         return _AllToAll.apply(for_ranks, [own] * self.size, lengths, self)
 
-    def by_tokens(self, x: Float[Tensor, "tokens own_heads dim"]) -> Float[Tensor, "own heads dim"]:
+    def by_tokens(self, x: Float[Tensor, "tokens own_heads ..."]) -> Float[Tensor, "own heads ..."]:
         """The way back of `by_heads`."""
         lengths = self.lengths(x.shape[0])
         own = lengths[self.rank]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from lowtide.engine.forward import install, score, sequence_of
 from lowtide.engine.heads.head import Scores
@@ -68,6 +69,16 @@ def growing():
     return llama(rope_parameters=rotary, max_position_embeddings=8)
 
 
+OF_STATES: dict[str, Callable[[], PreTrainedModel]] = {
+    **{
+        name: functools.partial(family, name)
+        for name in ("qwen3_5", "qwen3_next", "kimi_linear", "bamba", "nemotron_h", "mamba", "jamba", "zamba")
+    },
+    "mamba of three keys": functools.partial(family, "mamba2", num_heads=6, head_dim=8, hidden_size=24, n_groups=3),
+    "mamba of odd channels": functools.partial(family, "mamba", hidden_size=33, expand=1),
+}
+"""Gated delta rules of a decay a head and a channel, Mamba-2 and selective scans."""
+
 MODELS = {
     "llama": llama,
     "longrope": longrope,
@@ -81,9 +92,11 @@ MODELS = {
     "adapters": lambda: with_adapters(llama()),
     "adapters, checkpointed": lambda: checkpointed(with_adapters(llama()), kwargs={"use_reentrant": False}),
     **{name: functools.partial(family, name) for name in ("mistral", "gemma3", "gpt_oss", "mixtral", "gpt2")},
+    "lfm2": functools.partial(family, "lfm2"),
+    **OF_STATES,
 }
-ROUNDED = {"gemma3": 1e-5}
-"""Largest error where norms are taken in float32, whatever the weights are in; 1e-9 elsewhere."""
+ROUNDED = {"gemma3": 1e-5, **dict.fromkeys(OF_STATES, 1e-6)}
+"""Largest error where norms or decays are taken in float32, whatever the weights are in; 1e-9 elsewhere."""
 MIXTURES = ("mixtral", "gpt_oss", "three heads, sinks")
 
 
@@ -131,10 +144,12 @@ CASES = [
     ("gemma3", "separate"),
     ("adapters, checkpointed", "scored at the end"),
     ("mixtral", "few"),
+    ("qwen3_5", "packed"),
+    ("mamba", "few"),
 ]
 FAST = [
     *(("llama", "separate"), ("three heads", "prefixes"), ("gpt_oss", "prefixes")),
-    *(("adapters, checkpointed", "scored at the end"), ("mixtral", "few")),
+    *(("adapters, checkpointed", "scored at the end"), ("mixtral", "few"), ("qwen3_5", "prefixes")),
 ]
 
 
@@ -227,6 +242,9 @@ def test_four_ranks_repeat_key_heads_and_may_have_no_tokens(tmp_path):
         ("six heads", "packed"),
         ("six heads", "few"),
         ("three heads, sinks", "prefixes"),
+        ("qwen3_next", "completions"),
+        ("bamba", "few"),
+        ("mamba of odd channels", "packed"),
     ]
     assert_same_on(4, cases, tmp_path)
 
@@ -336,7 +354,7 @@ def refusals(rank: int, rendezvous: str) -> None:
     install(padded)
     assert split_over(padded, together) == "heads do not divide by 2 ranks: 3 attention heads are computed as 4"
     for model, padding_free, reason in (
-        (architectures.build("lfm2"), True, "model type lfm2 cannot split .* or short convolutions need the tokens"),
+        (architectures.build("bloom"), True, "model type bloom cannot split .*, since it runs padded"),
         (build(), False, "model type llama cannot split sequences over ranks, since it runs padded"),
     ):
         install(model, padding_free=padding_free)

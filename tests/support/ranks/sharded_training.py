@@ -25,6 +25,7 @@ from lowtide.ranks.shards import is_sharded, whole_of
 from lowtide.trainers.checkpoints.shards import whole_state
 from tests.support.heap import leave_out
 from tests.support.matrix import matrix
+from tests.support.models import architectures
 from tests.support.models.classifiers import classifier
 from tests.support.ranks.processes import run_ranks
 from tests.support.references.parity_world import build_model, tokenizer
@@ -92,6 +93,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 16, "decoder_sparse_step": 1},
     },
+    **{name: {"model_type": kind, **changes} for name, (kind, changes) in architectures.RECURRENT.items()},
 }
 SIZES = {
     "hidden_size": 32,

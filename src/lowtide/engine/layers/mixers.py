@@ -26,11 +26,9 @@ from transformers.activations import ACT2FN
 from lowtide.compat.transformers import drops_keywords, rebound_forward
 from lowtide.engine.encoder_decoder import PLAN
 from lowtide.engine.over_ranks.split_plan import SplitPlan
-from lowtide.ops.attention.attention_plan import AttentionPlan, Sight
+from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
-from lowtide.ops.attention.chained_attention import joined
-from lowtide.ops.chained_recurrence import chained_recurrence
-from lowtide.ops.convolution import causal_convolution
+from lowtide.ops.chained_recurrence import chained_convolution, chained_recurrence
 from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, LinearRecurrence, Recurrence
 from lowtide.ops.selective_scan import CHUNK_OF_SCAN, SelectiveScan
 
@@ -45,7 +43,7 @@ _ran: ContextVar[set[nn.Module] | None] = ContextVar("ran", default=None)
 class _Call:
     """A layer's forward by a plan."""
 
-    plan: AttentionPlan | CachedPlan
+    plan: AttentionPlan | CachedPlan | SplitPlan
     layer: nn.Module
     recurrences: int = 0
     """How many it has computed; each head has one of its own in Zamba."""
@@ -107,8 +105,6 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     plan = kwargs.get(PLAN, kwargs.get("attention_mask"))
     if not isinstance(plan, AttentionPlan | CachedPlan | SplitPlan):
         return type(self).forward(self, *args, **kwargs)
-    if isinstance(plan, SplitPlan):
-        raise ValueError("its layers carry a state that is not handed on between ranks")
     if (ran := _ran.get()) is not None:
         ran.add(self)
     function = rebound_forward(type(self), FUNCTIONS)
@@ -134,12 +130,10 @@ def _convolution(
     call = _call.get()
     plan, of_layer = call.plan, (call.layer, "taps")
     x = hidden_states[0].T.to(weight.dtype)
-    if isinstance(plan, CachedPlan):
-        out = plan.convolve(of_layer, x, weight)
+    if isinstance(plan, AttentionPlan):
+        out = chained_convolution(of_layer, x, weight, plan)
     else:
-        if plan.piece is not None:
-            (x,), plan = joined(of_layer, (x,), plan, Sight(window=weight.shape[1]))
-        out = causal_convolution(x, weight, plan)
+        out = plan.convolve(of_layer, x, weight)
     out = out if bias is None else out + bias
     out = out if activation is None else ACT2FN[activation](out)
     return out.to(hidden_states.dtype).T[None]
@@ -217,9 +211,9 @@ def _computed(recurrence: Recurrence, chunk: int) -> Tensor:
         chunk: tokens of a chunk at most.
     """
     call, chunk = _call.get(), min(chunk, _longest.get())
-    if isinstance(call.plan, CachedPlan):
-        return call.plan.recur(call.state(), recurrence, chunk)
-    return chained_recurrence(call.state(), recurrence, call.plan, chunk)
+    if isinstance(call.plan, AttentionPlan):
+        return chained_recurrence(call.state(), recurrence, call.plan, chunk)
+    return call.plan.recur(call.state(), recurrence, chunk)
 
 
 def _wide(x: Tensor) -> Tensor:

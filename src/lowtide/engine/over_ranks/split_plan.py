@@ -1,4 +1,5 @@
-"""The plan of a batch whose tokens are split over ranks (`ranks.sequence`): their attention and their scores.
+"""The plan of a batch whose tokens are split over ranks (`ranks.sequence`): their attention, their recurrences and
+short convolutions, and their scores.
 
 Each rank runs the model on its slice of the tokens and reads the scores whose hidden states lie there. What was read is
 put together again, so that every rank has the statistics of all scores and computes the loss of the whole batch.
@@ -23,7 +24,9 @@ from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.chained_attention import chained_attention
 from lowtide.ops.attention.piece_keys import PieceKeys
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, varlen_attention
+from lowtide.ops.chained_recurrence import chained_convolution, chained_recurrence
 from lowtide.ops.logits.logit_rows import Named
+from lowtide.ops.recurrence import Recurrence
 from lowtide.ranks.sequence import SequenceParallel
 
 
@@ -77,14 +80,14 @@ class SharedHeads:
         after = (0, 0) * (x.ndim - 2)
         return F.pad(groups, (*after, 0, self.group - groups.shape[2], 0, self.more)).flatten(1, 2)
 
-    def laid_out_keys(self, x: Float[Tensor, "tokens key dim"]) -> Float[Tensor, "tokens keys dim"]:
+    def laid_out_keys(self, x: Float[Tensor, "tokens key ..."]) -> Float[Tensor, "tokens keys ..."]:
         """Key or value heads: repeated, with those of zeros behind them, and again until each rank has some."""
         x = _repeated(x, self.repeat)
         if self.more:
-            x = F.pad(x, (0, 0, 0, self.more))
+            x = F.pad(x, (*(0, 0) * (x.ndim - 2), 0, self.more))
         return _repeated(x, self.keys // x.shape[1])
 
-    def kept(self, x: Float[Tensor, "tokens queries dim"]) -> Float[Tensor, "tokens query dim"]:
+    def kept(self, x: Float[Tensor, "tokens queries ..."]) -> Float[Tensor, "tokens query ..."]:
         """The way back of `laid_out`."""
         if self.queries == self.query:
             return x
@@ -101,7 +104,40 @@ class SharedHeads:
         return " and ".join(said)
 
 
-def _repeated(x: Float[Tensor, "tokens heads dim"], times: int) -> Tensor:
+@dataclass(frozen=True)
+class _Heads:
+    """How a layer's heads get to their ranks, and what each rank has computed of its own back to all."""
+
+    plan: SplitPlan
+    shared: SharedHeads
+
+    def own(self, x: Shaped[Tensor, "run heads ..."]) -> Shaped[Tensor, "tokens own_heads ..."]:
+        """This rank's heads of all tokens, from all heads of its own tokens."""
+        return self._exchanged(self.shared.laid_out(self._of_own(x)))
+
+    def own_keys(self, x: Shaped[Tensor, "run keys ..."]) -> Shaped[Tensor, "tokens own_keys ..."]:
+        """The same of what groups of heads share."""
+        return self._exchanged(self.shared.laid_out_keys(self._of_own(x)))
+
+    def own_weights(self, x: Shaped[Tensor, "heads ..."]) -> Shaped[Tensor, "own_heads ..."]:
+        """This rank's heads of what all tokens have alike."""
+        exchange = self.plan.sequence
+        return self.shared.laid_out(x[None])[0].chunk(exchange.size)[exchange.rank]
+
+    def back(self, x: Shaped[Tensor, "tokens own_heads ..."]) -> Shaped[Tensor, "run heads ..."]:
+        """All heads of the tokens that this rank runs; zero at a token that it runs for want of one of its own."""
+        found = self.shared.kept(self.plan.sequence.by_tokens(x))
+        missing = (self.plan.runs.stop - self.plan.runs.start) - found.shape[0]
+        return torch.cat([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
+
+    def _of_own(self, x: Tensor) -> Tensor:
+        return x[: self.plan.own.stop - self.plan.own.start]
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        return self.plan.sequence.by_heads(x, self.plan.whole.tokens)
+
+
+def _repeated(x: Float[Tensor, "tokens heads ..."], times: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
@@ -146,22 +182,38 @@ class SplitPlan:
         Args:
             layer: tells the layers of a model apart.
         """
-        exchange, tokens, run = self.sequence, self.whole.tokens, len(query)
-        heads = SharedHeads.of(query.shape[1], key.shape[1], exchange.size)
-        self.shared.add(heads)
-        own = self.own.stop - self.own.start
-        query, key, value = (x[:own] for x in in_autocast(query, key, value))
-        query, key, value = heads.laid_out(query), heads.laid_out_keys(key), heads.laid_out_keys(value)
-        sinks = asked.get("sinks")
-        if sinks is not None:
-            asked = {**asked, "sinks": heads.laid_out(sinks[None])[0].chunk(exchange.size)[exchange.rank]}
-        query, key, value = (exchange.by_heads(x, tokens) for x in (query, key, value))
+        heads = _Heads(self, SharedHeads.of(query.shape[1], key.shape[1], self.sequence.size))
+        self.shared.add(heads.shared)
+        query, key, value = in_autocast(query, key, value)
+        query, key, value = heads.own(query), heads.own_keys(key), heads.own_keys(value)
+        if (sinks := asked.get("sinks")) is not None:
+            asked = {**asked, "sinks": heads.own_weights(sinks)}
         if self.piece is None:
-            of_heads = varlen_attention(query, key, value, self.whole, **asked)
-        else:
-            of_heads = chained_attention(layer, query, key, value, self.whole, **asked)
-        found = heads.kept(exchange.by_tokens(of_heads))
-        return found if own == run else torch.cat([found, found.new_zeros(run - own, *found.shape[1:])])
+            return heads.back(varlen_attention(query, key, value, self.whole, **asked))
+        return heads.back(chained_attention(layer, query, key, value, self.whole, **asked))
+
+    def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Float[Tensor, "run ..."]:
+        """`chained_recurrence` over all tokens, each rank for its heads; so no rank waits for another's states.
+
+        Args:
+            layer: tells the recurrences of a model apart.
+            chunk: tokens of a chunk.
+        """
+        heads = _Heads(self, SharedHeads.of(*recurrence.heads, self.sequence.size))
+        own = recurrence.mapped(heads.own, heads.own_keys, heads.own_weights)
+        return heads.back(chained_recurrence(layer, own, self.whole, chunk))
+
+    def convolve(
+        self, layer: Hashable, x: Float[Tensor, "run channels"], weight: Float[Tensor, "channels taps"]
+    ) -> Float[Tensor, "run channels"]:
+        """`chained_convolution` over all tokens, each rank for its channels.
+
+        Args:
+            layer: tells the convolutions of a model apart.
+            weight: the last tap is the token's own.
+        """
+        heads = _Heads(self, SharedHeads.of(x.shape[1], x.shape[1], self.sequence.size))
+        return heads.back(chained_convolution(layer, heads.own(x), heads.own_weights(weight), self.whole))
 
     # -- scores ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from lowtide.compat.transformers import attention_implementation
 from lowtide.engine.attention import NAME
 from lowtide.engine.forward import SPLIT_OVER, causal_model
-from lowtide.engine.layers.mixers import mixers
 from lowtide.engine.probe import probe_split
 from lowtide.ranks.sequence import SequenceParallel
 
@@ -59,8 +58,6 @@ def why_not_split(model: PreTrainedModel) -> str | None:
     """What keeps a model's tokens from being split over ranks, as a clause; None if nothing is known to."""
     if attention_implementation(model.config) != NAME:
         return "it runs padded, and sequences are split in the attention that runs without padding"
-    if mixers(model):
-        return "its recurrent layers or short convolutions need the tokens before each, which may be another rank's"
     return None
 
 

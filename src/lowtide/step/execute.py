@@ -164,17 +164,17 @@ class Execution:
     def loss_of(self, act: Train, output: ScoreOutput) -> Tensor:
         """What goes backward of it."""
         loss, part, key = self.losses[act.term], self.parts[act.part], (act.part, act.term)
-        referred = self._referred.pop(key, None)
-        if act.part == IDLE:
-            return output.nothing if output.loss is None else output.loss
-        if key in self._slopes:
+        referred, idle = self._referred.pop(key, None), act.part == IDLE
+        if idle:
+            found = output.nothing if output.loss is None else output.loss
+        elif key in self._slopes:
             found = self._slopes[key].product(output, part.pieces[act.piece].scores)
         elif self.plan.loss_over == "step":
             found = output.nothing
         else:
             found = loss.of_output(part.read(act.piece), output, referred)
-        if output.aux_loss is not None:
-            share = part.batch.tokens * loss.ranks / loss.counts[TOKENS]
+        if output.aux_loss is not None:  # of an idle rank too, whose backward asks for weights in the others' order then
+            share = 0.0 if idle else part.batch.tokens * loss.ranks / loss.counts[TOKENS]
             found = found + loss.objective.aux_coefficient * output.aux_loss * share
         return found
 

@@ -13,6 +13,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowtide import SFTConfig, SFTTrainer
+from lowtide.ranks.shards import whole_of
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import assert_near, meeting_place, rank_of
 
@@ -57,7 +58,7 @@ def trained(folder: Path, rows_of_a_rank: int, **options: Any) -> tuple[list[flo
     trainer = SFTTrainer(model, args, train_dataset=Dataset.from_dict({"input_ids": rows(), "labels": rows()}))
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+    return losses, {name: whole_of(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -90,14 +91,19 @@ def test_one_rank_weighs_forwards_by_their_tokens(tmp_path: Path):
     assert_is_plain(trained(tmp_path, 2))
 
 
-def rank_main(rank: int, folder: str, options: dict[str, Any]) -> None:
+PLACES: dict[str, dict[str, Any]] = {"copies": {}, "fsdp": {"fsdp": True}}
+
+
+def rank_main(rank: int, folder: str) -> None:
     with rank_of(Path(folder), rank, 2):
-        losses, weights = trained(Path(folder) / "run", 1, **options)
-        if rank == 0:
-            torch.save((losses, weights), Path(folder) / "found.pt")
+        for place, options in PLACES.items():
+            found = trained(Path(folder) / f"run {place}", 1, **options)
+            if rank == 0:
+                torch.save(found, Path(folder) / f"{place}.pt")
 
 
 @pytest.mark.slow
 def test_two_ranks_weigh_forwards_by_their_tokens(tmp_path: Path):
-    run_ranks(rank_main, str(meeting_place(tmp_path)), {}, ranks=2)
-    assert_is_plain(torch.load(tmp_path / "found.pt"))
+    run_ranks(rank_main, str(meeting_place(tmp_path)), ranks=2)
+    for place in PLACES:
+        assert_is_plain(torch.load(tmp_path / f"{place}.pt"))

@@ -385,7 +385,9 @@ def _written(method: Method, given: Mapping[str, Any]) -> int:
 
 
 def _known(model: Any) -> Any:
-    """The built-in config of a well-known model that is given by name, else what was given; of a list each."""
+    """The built-in config of a well-known model that is given by name, else what was given; of several each."""
+    if isinstance(model, Mapping):
+        return {name: _known(each) for name, each in model.items()}
     if isinstance(model, list | tuple):
         return [_known(each) for each in model]
     return (known_config(model) if isinstance(model, str) else None) or model
@@ -393,7 +395,8 @@ def _known(model: Any) -> Any:
 
 def _beside_known(inputs: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Likewise the teacher and the rewards of a run, which options may name."""
-    teacher = inputs.get("teacher_model") or given.get("teacher_model_name_or_path")
+    named = given.get("teacher_model_names_or_paths") or given.get("teacher_model_name_or_path")
+    teacher = inputs.get("teacher_model") or named
     rewards = _rewards(inputs.get("reward_funcs"), given)
     return {**inputs, "teacher_model": _known(teacher), "reward_funcs": _known(rewards)}
 

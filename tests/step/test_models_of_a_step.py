@@ -40,9 +40,9 @@ def batch(*lengths: int) -> RaggedBatch:
 @pytest.mark.parametrize("drops", [False, True])
 def test_the_model_and_its_teacher_may_keep_rows_whole(drops):
     whole = DROPS if drops else None
-    assert why_not_pieces(model(drops=drops), None) == whole
-    assert why_not_pieces(model(drops=drops), model()) == whole
-    assert why_not_pieces(model(), model(drops=drops)) == (whole and f"of the teacher, {DROPS}")
+    assert why_not_pieces(model(drops=drops), ()) == whole
+    assert why_not_pieces(model(drops=drops), [model()]) == whole
+    assert why_not_pieces(model(), [model(drops=drops)]) == (whole and f"of the teacher, {DROPS}")
 
 
 @pytest.mark.parametrize("together", [False, True])

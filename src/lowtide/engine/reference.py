@@ -78,6 +78,11 @@ class ReferenceModel:
             return score_shared(self.model, batch, scores, padding_free=self.padding_free).stats[READ].T
 
     @property
+    def models(self) -> list[nn.Module]:
+        """What runs, each by itself."""
+        return [self.model]
+
+    @property
     def width(self) -> int:
         """Of its hidden states."""
         return embedding_weight(self.model).shape[1]
@@ -89,7 +94,7 @@ class ReferenceModel:
         if (stage := stage_of(inner)) is not None and not stage.pipeline.is_last:
             return None
         with self.active():
-            return TeacherStates(states, head_parts(inner), projection_of(inner.config))
+            return TeacherStates(states, [head_parts(inner)], projection_of(inner.config))
 
     def beside(self, policy: nn.Module) -> list[Tensor]:
         """The tensors that it holds beside the policy's."""

@@ -215,7 +215,7 @@ class RolloutMaker:
         """Tokens that the policy knows, and a teacher that is to read what it writes."""
         models = [self.runner.model]
         if isinstance(self.options, TeacherOptions) and self.options.compares:
-            models.append(self.runner.models().teacher.model)
+            models += self.runner.models().teacher.models
         return min(vocabulary(each) for each in models)
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from lowtide.engine.forward import causal_model, embedding_weight, install, voca
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.image_proof import ImageProof
 from lowtide.engine.probe import probe
+from lowtide.engine.reference import FrozenModel
 from lowtide.engine.vision import encodes_images
 from lowtide.engine.weights.loading import load_model, load_tokenizer
 from lowtide.engine.weights.model_init import config_init, model_init
@@ -32,6 +34,7 @@ from lowtide.run.references import (
     trained_beyond_adapters,
 )
 from lowtide.run.streamed_weights import check_before_loading, loaded_on_host
+from lowtide.run.teachers_by_row import TeachersByRow
 
 OTHER_TOKENS = ", or take GOLD, which compares other tokens by the text that they stand for (use_uld_loss=True)"
 """A way out, where a teacher has another vocabulary."""
@@ -62,11 +65,17 @@ class TeacherMaker(ReferenceMaker):
     what = "teacher_model"
 
     def __init__(self, args: Any, requested: Any, *, adapters_came: bool) -> None:
-        requested = args.teacher_model_name_or_path if requested is None else requested
+        if requested is None:
+            requested = args.teacher_model_names_or_paths or args.teacher_model_name_or_path
+        if args.teacher_names and not isinstance(requested, Mapping):
+            raise ValueError(
+                f"a teacher_model was passed, and teacher_model_names_or_paths has {', '.join(args.teacher_names)}: "
+                "leave one of them out"
+            )
         init, revision = args.teacher_model_init_kwargs, args.teacher_model_revision
         given = [f"teacher_model_init_kwargs ({', '.join(init)})"] if init else []
         given += [] if revision is None else [f"teacher_model_revision={revision!r}"]
-        if given and not isinstance(requested, str) and not _is_fake(requested):
+        if given and not isinstance(requested, str | Mapping) and not _is_fake(requested):
             found = (
                 "there is no name to load one by" if requested is None else "the teacher_model that was passed is one"
             )
@@ -83,6 +92,8 @@ class TeacherMaker(ReferenceMaker):
         Raises:
             ValueError: there is none, its tokens are others than the student's, or options do not go with it.
         """
+        if isinstance(self.requested, Mapping):
+            return self._several(self.requested, model, tokenizer, engine)
         if self._is_copied(model):
             raise ValueError(
                 "there is no teacher: set teacher_model_name_or_path"
@@ -90,6 +101,19 @@ class TeacherMaker(ReferenceMaker):
                 f"{in_python(', or `peft_config`')}) the model without them can be the teacher"
             )
         return super().make(model, tokenizer, engine)
+
+    def _several(
+        self, requested: Mapping[str, Any], model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, engine: Engine
+    ) -> Reference:
+        """Several teachers, each made as one is."""
+        made = {}
+        for name, each in requested.items():
+            alone = copy.copy(self)
+            alone.requested = each
+            made[name] = alone.make(model, tokenizer, engine)
+        self.requested = None
+        scorer = TeachersByRow({name: cast(FrozenModel, each.scorer) for name, each in made.items()})
+        return Reference(scorer, ", ".join(f"{name}: {each.text}" for name, each in made.items()))
 
     def arrived(self, model: nn.Module, peft_config: Any) -> None:
         """Looks whether a student without its adapters can be the teacher, where there is no other.

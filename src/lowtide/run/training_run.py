@@ -136,7 +136,7 @@ class TrainingRun:
         """Whether they have segments that go on from others: rounds of a conversation."""
         self.skips_preparation = bool(getattr(args, "skips_preparation", False))
         self._references: ReferenceMaker | None = None
-        self._referred: Callable[[], nn.Module | None] = lambda: None
+        self._referred: Callable[[], Sequence[nn.Module]] = list
         """The reference, for as long as it is held elsewhere."""
         if inputs.data_collator is not None and method.rows.collates_alone:
             raise ValueError(f"data_collator has no use in {method.title}: {method.rows.collates_alone}")
@@ -354,8 +354,7 @@ class TrainingRun:
             return SPANS
         if args.tokens_per_microbatch is not None and args.tokens_per_microbatch < LEAST:
             return f"a piece has at least {LEAST} tokens"
-        teacher = self._referred() if self.method.taught else None
-        return why_not_pieces(self.model, teacher)
+        return why_not_pieces(self.model, self._referred() if self.method.taught else ())
 
     def check_rows(self, name: str, dataset: Any, *, trained_on: bool = True, why_whole: str | None = None) -> None:
         """Refuses prepared rows that cannot be run.
@@ -371,10 +370,10 @@ class TrainingRun:
             check_budget(
                 budget, self.row_lengths(dataset), name, bin_tokens, why_whole=lambda: why_whole or self.why_whole()
             )
-        models, referred = {"the model": self.model}, self._referred()
-        if self._references is not None and referred is not None and referred is not self.model:
-            models[self._references.what] = referred
-        tables = {whose: most for whose, model in models.items() if (most := position_table(model)) is not None}
+        models = [("the model", self.model)]
+        if self._references is not None:
+            models += [(self._references.what, each) for each in self._referred() if each is not self.model]
+        tables = {whose: most for whose, model in models if (most := position_table(model)) is not None}
         written = self.args.max_completion_length if self.method.writes else 0
         lengths = self.row_lengths(dataset) if tables and getattr(self.args, "writes", False) else None
         for whose, positions in tables.items():
@@ -395,7 +394,7 @@ class TrainingRun:
     def _run_towers(self) -> None:
         """Has all ranks run vision towers equally often, where they share weights or gradients."""
         if self.shows_images and spreads_weights(self.args):
-            for model in filter(None, (self.model, self._referred())):
+            for model in (self.model, *self._referred()):
                 if encodes_images(model):
                     run_tower(causal_model(model), True)
 
@@ -432,7 +431,8 @@ class TrainingRun:
         made = self._references.make(self.model, self.tokenizer, self.engine)
         if self.objective().taught:
             check_head_taught(made.scorer)
-        self.reference_text, self._referred = made.text, weakref.ref(made.scorer.model)
+        self.reference_text, held = made.text, [weakref.ref(each) for each in made.scorer.models]
+        self._referred = lambda: [model for each in held if (model := each()) is not None]
         self._run_towers()
         return made.scorer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -114,7 +114,7 @@ class Models:
     def why_not_chains(self, objective: Objective) -> str | None:
         """What keeps rows above the token budget from being run in pieces, as a clause; None if nothing does."""
         of_loss = objective.why_whole_rows
-        return of_loss or why_not_pieces(self.policy, self.teacher.model if objective.taught else None)
+        return of_loss or why_not_pieces(self.policy, self.teacher.models if objective.taught else ())
 
     def why_whole_rows(self, objective: Objective, batch: RaggedBatch, most: int | None) -> str | None:
         """The same where a row of a batch is above so many tokens; None where none is."""
@@ -184,13 +184,12 @@ class Models:
         return self.score(part, self.reference)
 
 
-def why_not_pieces(policy: nn.Module, teacher: nn.Module | None) -> str | None:
-    """What keeps a model, or its teacher, from running rows in pieces, as a clause; None if nothing does."""
-    found = why_not_chains(policy, causal_model(policy))
-    if found is None and teacher is not None:
-        found = why_not_chains(teacher, causal_model(teacher))
-        return found and f"of the teacher, {found}"
-    return found
+def why_not_pieces(policy: nn.Module, teachers: Sequence[nn.Module]) -> str | None:
+    """What keeps a model, or its teachers, from running rows in pieces, as a clause; None if nothing does."""
+    if (found := why_not_chains(policy, causal_model(policy))) is not None:
+        return found
+    of_teachers = (why_not_chains(each, causal_model(each)) for each in teachers)
+    return next((f"of the teacher, {found}" for found in of_teachers if found), None)
 
 
 def scores_of(

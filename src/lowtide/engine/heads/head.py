@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +31,8 @@ class TeacherStates:
     split the tokens, those of a rank's own, or with places for all (`Scores.placed`)."""
 
     states: Float[Tensor, "scores hidden"]
-    parts: HeadParts
+    parts: Sequence[HeadParts]
+    """Of the teacher; of several, each reads columns of its own, one after the other."""
     projection: Projection
 
 

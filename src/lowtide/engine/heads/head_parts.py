@@ -140,6 +140,16 @@ def head_terms(parts: HeadParts, hidden: Tensor) -> tuple[list[Term], Tensor | N
     ]
 
 
+def teacher_terms(heads: Sequence[HeadParts], states: Tensor) -> tuple[list[Term], Tensor | None]:
+    """The same of a teacher; of several without biases, on the tokens that all have."""
+    if len(heads) == 1:
+        return head_terms(heads[0], states)
+    rows = min(len(each.base.weight) for each in heads)
+    parts = zip(heads, states.split([each.base.weight.shape[1] for each in heads], -1), strict=True)
+    terms = [term for each, own in parts for term in head_terms(each, own)[0]]
+    return [Term(x, weight[:rows]) for x, weight in terms], None
+
+
 def _of_trained_tokens(layer: Any, weight: Tensor, hidden: Tensor) -> list[Term]:
     """What trained rows change in the logits of their tokens, and of no others: the product with the difference to the
     base's rows. No whole matrix with the rows in it is made."""

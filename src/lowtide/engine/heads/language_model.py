@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 
 from lowtide.compat.torch import unread_in_backward
 from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, acting_as, body, is_one_of, own_call
-from lowtide.engine.heads.head_parts import HeadParts, head_parts, head_terms, projection_of
+from lowtide.engine.heads.head_parts import HeadParts, head_parts, head_terms, projection_of, teacher_terms
 from lowtide.engine.heads.own_head import layers_before_head, own_head
 from lowtide.engine.weights.sharded.split_vocabulary import split_of
 from lowtide.ops.logits.linear_logprobs import (
@@ -212,8 +212,8 @@ def _fused(
 
     def beside(states: Tensor) -> tuple[Tensor, TokenStats]:
         with torch.no_grad():
-            of_teacher, their_bias = head_terms(taught.parts, states)
-        across, their_split = scores.across, split_of(taught.parts.base.weight)
+            of_teacher, their_bias = teacher_terms(taught.parts, states)
+        across, their_split = scores.across, split_of(taught.parts[0].base.weight)
         their_projection = taught.projection._replace(
             temperature=scores.temperature if across is None else across.temperature
         )
@@ -222,4 +222,5 @@ def _fused(
         return linear_loss(terms, scores.index, target, loss, teacher=teacher, **shared)
 
     # where a policy without its adapters teaches, both read the same modules, whose call this is already
-    return within([each for each in taught.parts.modules if each not in parts.modules], beside, taught.states)
+    theirs = [each for part in taught.parts for each in part.modules if each not in parts.modules]
+    return within(theirs, beside, taught.states)

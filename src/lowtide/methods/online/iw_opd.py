@@ -52,7 +52,7 @@ class IWOPDOptions(RolloutOptions, ServedTeacherOptions):
 
     @property
     def scores_reference(self) -> bool:
-        return True
+        return not self.teacher_names  # of several each is asked in the step, by the rows there
 
     def check(self) -> None:
         """Refuses what cannot work, naming the option and the way out.

@@ -27,7 +27,12 @@ from lowtide.ops.logits.logit_rows import Support
 from lowtide.option import COUNT, POSITIVE, Group, option
 from lowtide.ragged import RaggedBatch
 
-OF_LOADED = ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs")
+OF_LOADED = (
+    "teacher_model_name_or_path",
+    "teacher_model_names_or_paths",
+    "teacher_model_revision",
+    "teacher_model_init_kwargs",
+)
 """Options of a teacher that is loaded."""
 
 ASKED = ("teacher_model_server_url", "teacher_model_server_urls", "teacher_logprobs")
@@ -46,6 +51,9 @@ class ServedTeacherOptions(TeacherOptions):
     teacher_model_server_urls: dict | None = option(
         None, "Those of several teachers, by names of yours; a column of the rows says which teacher is a row's."
     )
+    teacher_model_names_or_paths: dict | None = option(
+        None, "Folders or hub names of several teachers that are loaded, by names of yours, with the same column."
+    )
     teacher_column: str = option("teacher", "Of several teachers: the column that names the teacher of a row.")
     teacher_model_server_timeout: float = option(
         240.0, "Seconds to wait for that server to be there, and for each of its answers.", POSITIVE
@@ -60,7 +68,7 @@ class ServedTeacherOptions(TeacherOptions):
     @property
     def teacher_names(self) -> list[str]:
         """Of several teachers; none where there is one."""
-        return [*(self.teacher_model_server_urls or ())]
+        return [*(self.teacher_model_server_urls or ()), *(self.teacher_model_names_or_paths or ())]
 
     def teacher_numbers(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Which teacher is asked of each row, as a value of rows; none where there is one.
@@ -74,8 +82,8 @@ class ServedTeacherOptions(TeacherOptions):
         for row in rows:
             if row.get(column) not in names:
                 raise ValueError(
-                    f"a row has {row.get(column)!r:.80} in the column `{column}` (teacher_column), which is no teacher "
-                    f"of teacher_model_server_urls: name one of {', '.join(names)}"
+                    f"a row has {row.get(column)!r:.80} in the column `{column}` (teacher_column), which is no "
+                    f"teacher's name: name one of {', '.join(names)}"
                 )
         return {TEACHER_NUMBER: torch.tensor([names.index(row[column]) for row in rows])}
 
@@ -109,10 +117,12 @@ class ServedTeacherOptions(TeacherOptions):
             ValueError: naming the options and the way out.
         """
         for name, plain in (("teacher_model_server_timeout", 240.0), ("teacher_column", "teacher")):
-            value, needs = getattr(self, name), "urls" if name == "teacher_column" else "url"
-            if value != plain and not (self.teacher_model_server_urls or (needs == "url" and self.asked)):
-                raise ValueError(f"{name}={value!r} requires teacher_model_server_{needs}: set that, or leave it out")
+            value, of_several = getattr(self, name), name == "teacher_column"
+            if value != plain and not (self.teacher_names if of_several else self.asked):
+                needs = "teacher_model_server_urls or teacher_model_names_or_paths" if of_several else ASKED[0]
+                raise ValueError(f"{name}={value!r} requires {needs}: set that, or leave it out")
         if self.asked is None:
+            self._check_loaded()
             return
         url, urls = self.teacher_model_server_url, self.teacher_model_server_urls
         if urls is not None and (url is not None or not urls):
@@ -130,6 +140,29 @@ class ServedTeacherOptions(TeacherOptions):
             raise ValueError(
                 f"ref_model_storage={self.ref_model_storage!r} is of a teacher that is loaded, and {self.asked} asks "
                 "one: leave it out"
+            )
+
+    def _check_loaded(self) -> None:
+        """Refuses several loaded teachers where they are not whole on each process."""
+        named, one = self.teacher_model_names_or_paths, self.teacher_model_name_or_path
+        if named is None:
+            return
+        if one is not None:
+            raise ValueError(
+                f"teacher_model_name_or_path={one!r} is one teacher, and teacher_model_names_or_paths={named!r} are "
+                "several: leave one of them out"
+            )
+        if not named or not all(isinstance(each, str) for each in named.values()):
+            raise ValueError(
+                f"teacher_model_names_or_paths={named!r} is to have a folder or a name on the hub for each teacher: "
+                "{'math': 'FOLDER', 'code': 'OTHER'}"
+            )
+        sharding: Any = getattr(self, "sharding", None)
+        if getattr(sharding, "same_rows", 1) > 1 or getattr(sharding, "cuts_weights", False):
+            raise ValueError(
+                f"several loaded teachers ({', '.join(self.teacher_names)}) are whole on each process, each of which "
+                "has rows of its own: leave fsdp, ZeRO-3, sp_size, tp_size and pipeline_parallel_size out, or serve "
+                "the teachers (teacher_model_server_urls)"
             )
 
 

@@ -106,7 +106,8 @@ class GKDOptions(TextOptions, TurnOptions, WritingOptions, NamingTeacherOptions)
             )
         if self.teacher_names:
             raise ValueError(
-                "teacher_model_server_urls names several teachers, which are told apart by a column of prompts: take "
+                f"teacher_model_server_urls or teacher_model_names_or_paths names several teachers "
+                f"({', '.join(self.teacher_names)}), which are told apart by a column of prompts: take "
                 "on-policy distillation (DistillationConfig), or write the log-probabilities of each teacher's rows "
                 "and name the folders (teacher_logprobs)"
             )

@@ -4,7 +4,7 @@ with."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,6 +85,12 @@ class Layout:
             sum(b.numel() * b.element_size() for b in model.buffers()),
             dict(getattr(model, "tp_plan", None) or {}),
         )
+
+    @classmethod
+    def joined(cls, layouts: Sequence[Layout]) -> Layout:
+        """The first, with the parameters and buffers of all."""
+        parameters = tuple(parameter for each in layouts for parameter in each.parameters)
+        return replace(layouts[0], parameters=parameters, buffers=sum(each.buffers for each in layouts))
 
     @property
     def trained(self) -> list[Parameter]:

@@ -252,8 +252,10 @@ class FakeRun:
 
     def reference_layout(self) -> Layout:
         """The parameters of a whole reference: a teacher's, or those of a copy of the model."""
-        described = replace(self.model, peft_config=None, beside=None)
-        return self._layout(described if self.teacher is None else self.teacher.model(self._dtype))
+        described = [replace(self.model, peft_config=None, beside=None)]
+        if self.teacher is not None:
+            described = [each.model(self._dtype) for each in self.teacher.each]
+        return Layout.joined([self._layout(each) for each in described])
 
     def _layout(self, model: DescribedModel) -> Layout:
         return Layout.of(model.on_meta(model.layers), optimizer_name(self.config))
@@ -432,13 +434,12 @@ class FakeRun:
             name = getattr(self.described, "dtype", None) or "float32"
         return getattr(torch, str(name).removeprefix("torch."))
 
-    def _made_teacher(self) -> nn.Module | None:
-        """On tensors without memory."""
-        described = None if self.teacher is None else self.teacher.model(self._dtype)
-        return None if described is None else described.of_layers(described.layers)
+    def _made_teacher(self) -> nn.Module | dict[str, nn.Module] | None:
+        """On tensors without memory; several by name."""
+        return None if self.teacher is None else self.teacher.made(self._dtype)
 
     def _assembled(
-        self, model: nn.Module, peft_config: Any, *, adapts: bool = True, teacher: nn.Module | None = None
+        self, model: nn.Module, peft_config: Any, *, adapts: bool = True, teacher: Any = None
     ) -> TrainingRun:
         args = copy.deepcopy(self.config)
         args.model_init_kwargs = None  # the model is there

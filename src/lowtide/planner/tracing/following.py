@@ -32,7 +32,7 @@ def follow_phases(runner: StepRunner, trace: StorageTrace) -> None:
 
     runner.phases.listeners.append(entered)
     runner.phases.split_forward(body(causal_model(runner.model)))
-    for model in filter(None, (runner.model, getattr(runner.reference, "model", None))):
+    for model in (runner.model, *getattr(runner.reference, "models", ())):
         _follow_reference(body(causal_model(model)), trace)
     # Gradients that are added in place pass no hook, and would not be added in place if there were one.
     inner: Any = causal_model(runner.model)

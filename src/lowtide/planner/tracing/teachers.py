@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ class DescribedTeacher:
     dtype: torch.dtype | None
     """Of its weights; None for the student's."""
     quantization_config: Any = None
+    named: Mapping[str, DescribedTeacher] = field(default_factory=dict)
+    """Several by name, of which this is the first; empty where there is one."""
 
     @classmethod
     def of(cls, teacher: Any, options: Any) -> DescribedTeacher | None:
@@ -40,9 +42,14 @@ class DescribedTeacher:
         if isinstance(teacher, DescribedTeacher):
             return teacher
         given = options if isinstance(options, Mapping) else vars(options)
-        teacher = given.get("teacher_model_name_or_path") if teacher is None else teacher
+        if teacher is None:
+            teacher = given.get("teacher_model_names_or_paths") or given.get("teacher_model_name_or_path")
         if teacher is None:
             return None
+        if isinstance(teacher, Mapping):
+            named = {name: cls.of(each, given) for name, each in teacher.items()}
+            found = {name: each for name, each in named.items() if each is not None}
+            return replace(next(iter(found.values())), named=found) if found else None
         if isinstance(teacher, nn.Module):
             inner: Any = causal_model(teacher)
             return cls(inner.config, inner.dtype)
@@ -52,6 +59,18 @@ class DescribedTeacher:
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or torch.float32
         return cls(config, DTYPES.get(dtype, dtype), init.get("quantization_config"))
+
+    @property
+    def each(self) -> list[DescribedTeacher]:
+        """All of them."""
+        return [*self.named.values()] or [self]
+
+    def made(self, student: torch.dtype) -> nn.Module | dict[str, nn.Module]:
+        """It on tensors without memory, or all of them by name."""
+        if self.named:
+            return {name: cast(nn.Module, each.made(student)) for name, each in self.named.items()}
+        described = self.model(student)
+        return described.of_layers(described.layers)
 
     def model(self, student: torch.dtype) -> DescribedModel:
         """The teacher, beside a student with weights of this dtype."""

@@ -129,3 +129,26 @@ def content_text(content: Any) -> str:
     if isinstance(content, str) or not isinstance(content, Sequence):
         return str(content or "")
     return " ".join(part.get("text") or "" for part in content if part.get("type") == "text")
+
+
+def check_template(name: str, template: str, *places: str, needs: Sequence[str]) -> None:
+    """Refuses a template that can't be filled in, or that leaves out what it is to say.
+
+    Args:
+        name: the option.
+        places: the names that may stand in braces.
+        needs: those that have to.
+
+    Raises:
+        ValueError: naming what is missing, or too much.
+    """
+    words = " and ".join(f"{{{each}}}" for each in places)
+    try:
+        made = template.format(**{each: f"\0{each}" for each in places})
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{name}={template!r} can't be filled in ({error!r}): it takes {words}, and other braces are doubled"
+        ) from error
+    for each in needs:
+        if f"\0{each}" not in made:
+            raise ValueError(f"{name}={template!r} has no place {{{each}}}: put it in")

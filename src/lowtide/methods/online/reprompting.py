@@ -13,10 +13,11 @@ from typing import Any, ClassVar, cast
 import torch
 
 from lowtide.data.prompts import TEACHER_IDS, prepare_prompts
-from lowtide.data.teacher_prompts import PRIVILEGED, RepromptEncoder, Reprompts, feedback_of
+from lowtide.data.teacher_prompts import PRIVILEGED, RepromptEncoder, Reprompts, check_template, feedback_of
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Learned, Rewarded, Values
 from lowtide.methods.online.rollouts import Prompts, RewardedOptions
-from lowtide.methods.online.self_taught import SelfTeacherOptions, check_template, token_weights
+from lowtide.methods.online.self_taught import token_weights
+from lowtide.methods.online.self_teacher import SelfTeacherOptions
 from lowtide.methods.shared.rows import Preparation, Prepared
 from lowtide.objectives.advantages import deviation, weighted
 from lowtide.option import COUNT, FINITE, NOT_NEGATIVE, SHARE, option

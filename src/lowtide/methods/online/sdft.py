@@ -10,14 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.data.teacher_prompts import check_template
 from lowtide.methods.method import Method
-from lowtide.methods.online.self_taught import (
-    SelfTaught,
-    SelfTeacherOptions,
-    TaughtPrompts,
-    check_template,
-    objective,
-)
+from lowtide.methods.online.self_taught import SelfTaught, TaughtPrompts, objective
+from lowtide.methods.online.self_teacher import SelfTeacherOptions
 from lowtide.methods.shared.paper import Paper
 from lowtide.option import NOT_NEGATIVE, option
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lowtide.data.batches.values import NAMED_LOGPROBS, NAMED_TOKENS, REFERENCE, TEACHER_NUMBER
 from lowtide.data.teacher_logprobs import Answers
-from lowtide.methods.shared.options import TeacherOptions
+from lowtide.methods.shared.options import TeacherOptions, check_whole_vocabulary
 from lowtide.ops.logits.logit_rows import Support
 from lowtide.option import COUNT, POSITIVE, Group, option
 from lowtide.ragged import RaggedBatch
@@ -214,12 +214,7 @@ class NamingTeacherOptions(ServedTeacherOptions):
                         "tokens: set teacher_model_server_url, or leave it out"
                     )
             return
-        sharding: Any = getattr(self, "sharding", None)
-        if getattr(self, "fsdp_split_vocabulary", False) or getattr(sharding, "tensor_parallel", 1) > 1:
-            raise ValueError(
-                f"{self.asked} gives log-probabilities of some tokens, and the vocabulary is split over ranks: leave "
-                "fsdp_split_vocabulary and tp_size out"
-            )
+        check_whole_vocabulary(self, f"{self.asked} gives log-probabilities of some tokens")
 
     def said(self, answers: Answers, written: Tensor) -> dict[str, Tensor]:
         tokens, logprobs, _ = answers

@@ -254,6 +254,20 @@ def check_read(options: Any, names: Iterable[str], losses: LossTable[Any], chose
             )
 
 
+def check_whole_vocabulary(options: Any, why: str) -> None:
+    """Refuses a vocabulary that is split over ranks.
+
+    Args:
+        why: what needs it whole, as a clause that begins with the option.
+
+    Raises:
+        ValueError: naming the options and the way out.
+    """
+    sharding: Any = getattr(options, "sharding", None)
+    if getattr(options, "fsdp_split_vocabulary", False) or getattr(sharding, "tensor_parallel", 1) > 1:
+        raise ValueError(f"{why}, and the vocabulary is split over ranks: leave fsdp_split_vocabulary and tp_size out")
+
+
 def zeros(options: Any, *names: str) -> set[str]:
     """`name=value` for each of some options that is 0 in float32, or a list of zeros: a term of the loss that they
     multiply has no gradient (`TrainingConfig.without_gradient`)."""

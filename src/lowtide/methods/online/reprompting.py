@@ -17,8 +17,8 @@ from lowtide.data.teacher_prompts import PRIVILEGED, RepromptEncoder, Reprompts,
 from lowtide.methods.online.learning import ByAdvantage, GroupRewards, Learned, Rewarded, Values
 from lowtide.methods.online.rollouts import Prompts, RewardedOptions
 from lowtide.methods.online.self_taught import token_weights
-from lowtide.methods.online.self_teacher import SelfTeacherOptions
 from lowtide.methods.shared.rows import Preparation, Prepared
+from lowtide.methods.taught.self_teacher import SelfTeacherOptions
 from lowtide.objectives.advantages import deviation, weighted
 from lowtide.option import COUNT, FINITE, NOT_NEGATIVE, SHARE, option
 from lowtide.ragged import WEIGHT

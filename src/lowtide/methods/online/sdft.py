@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from lowtide.data.teacher_prompts import check_template
 from lowtide.methods.method import Method
 from lowtide.methods.online.self_taught import SelfTaught, TaughtPrompts, objective
-from lowtide.methods.online.self_teacher import SelfTeacherOptions
 from lowtide.methods.shared.paper import Paper
+from lowtide.methods.taught.self_teacher import SelfTeacherOptions
 from lowtide.option import NOT_NEGATIVE, option
 
 

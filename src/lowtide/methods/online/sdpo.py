@@ -21,8 +21,8 @@ from lowtide.methods.online.clipped import ComparedOptions
 from lowtide.methods.online.policy import Sampled, completion_counts, read_sampled, read_written
 from lowtide.methods.online.reprompting import RepromptedRows, Reprompting, RepromptOptions
 from lowtide.methods.online.self_taught import compared_objective, sampled_losses
-from lowtide.methods.online.self_teacher import MODES
 from lowtide.methods.shared.paper import Paper
+from lowtide.methods.taught.self_teacher import MODES
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.policy_gradient import Scale, Written, clipped, ratios, shares
 from lowtide.ops.float64 import to_float64

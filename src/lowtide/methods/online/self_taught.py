@@ -21,8 +21,8 @@ from lowtide.methods.online.distillation import Taught
 from lowtide.methods.online.learning import Learned, Rewarded, Values
 from lowtide.methods.online.policy import Sampled, read_sampled
 from lowtide.methods.online.rollouts import Prompts
-from lowtide.methods.online.self_teacher import SelfTeacherOptions
 from lowtide.methods.shared.rows import Preparation, Prepared
+from lowtide.methods.taught.self_teacher import SelfTeacherOptions
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ops.logits.logit_rows import Support, Want

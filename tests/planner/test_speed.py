@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowtide.ops.attention.attention_blocks import Part, block_kernel
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.varlen_attention import rules_of, varlen_attention
+from lowtide.ops.layers.adapted_groups import adapted_groups
 from lowtide.ops.logits.linear_logprobs import Term, linear_logprobs
 from lowtide.planner.devices import DEVICES, DISPATCH_SECONDS, Device, Rates
 from lowtide.planner.speed import OperationCosts
@@ -171,6 +172,10 @@ def test_experts_compute_each_token_once():
     with FakeTensorMode(allow_non_fake_inputs=True), Counted() as mode, as_on(PLAIN):
         F.grouped_mm(x, weight, offs=ends).sum().backward()
     assert mode.costs.flops == 3 * 2 * 12 * 16 * 8
+    first, second = torch.ones(3, 16, 2, requires_grad=True), torch.ones(3, 2, 8, requires_grad=True)
+    with FakeTensorMode(allow_non_fake_inputs=True), Counted() as mode:
+        adapted_groups(x, weight.detach(), first, second, ends).sum().backward()
+    assert mode.costs.flops == 2 * 12 * (2 * 16 * 8 + 3 * (16 * 2 + 2 * 8))
 
 
 # -- time ---------------------------------------------------------------------------------------------------------

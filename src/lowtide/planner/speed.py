@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lowtide.compat.torch import (
     GROUPED_PRODUCT,
@@ -24,6 +24,7 @@ from lowtide.compat.torch import (
     packet_of,
     storage_id,
 )
+from lowtide.ops.layers.adapted_groups import BACKWARD, FORWARD
 from lowtide.ops.layers.float8 import FORMAT
 from lowtide.planner.devices import Device
 
@@ -252,6 +253,20 @@ def _grouped_product(one: Tensor, other: Tensor) -> int:
     """Groups that lie end to end share the rows of a factor between them."""
     each = 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
     return each * one.shape[0] if one.dim() == other.dim() == 3 else each
+
+
+@register_flop_formula(FORWARD)
+def _adapted_groups(
+    x: torch.Size, stack: torch.Size, first: torch.Size, second: torch.Size, *_: torch.Size, **__: Any
+) -> int:
+    return 2 * x[0] * (stack[1:].numel() + first[1:].numel() + second[1:].numel())
+
+
+@register_flop_formula(BACKWARD)
+def _adapted_groups_backward(grad: torch.Size, x: torch.Size, low: torch.Size, *weights: torch.Size, **_: Any) -> int:
+    """The stack gets no gradient, and its input and factors do."""
+    stack, first, second = weights[:3]
+    return 2 * x[0] * (stack[1:].numel() + 2 * first[1:].numel() + 2 * second[1:].numel())
 
 
 IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}

@@ -173,7 +173,7 @@ class Execution:
             found = output.nothing
         else:
             found = loss.of_output(part.read(act.piece), output, referred)
-        if output.aux_loss is not None:  # of an idle rank too, whose backward asks for weights in the others' order then
+        if output.aux_loss is not None:  # of an idle rank too, whose backward then asks for weights as the others' does
             share = 0.0 if idle else part.batch.tokens * loss.ranks / loss.counts[TOKENS]
             found = found + loss.objective.aux_coefficient * output.aux_loss * share
         return found

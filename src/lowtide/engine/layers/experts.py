@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from lowtide.compat.peft import StackLora, adapted_stacks, stack_loras
 from lowtide.compat.transformers import grouped_experts, grouped_product, has_stacks, run_in_groups
+from lowtide.ops.layers.adapted_groups import adapted_groups
 from lowtide.ops.layers.stacks import StoredStack, stored_stacks
-from lowtide.ops.target import autocast_dtype
+from lowtide.ops.target import autocast_dtype, kind_of
 
 LORAS = "lowtide_loras"
 """The keyword argument by which experts are given the adapters of their weights."""
@@ -90,6 +91,8 @@ def _product(
     if isinstance(weight, Tensor):
         return grouped_product(x, weight, ends, bias, transposed=is_transposed)
     if isinstance(weight.weight, Tensor):
+        if weight.lora is not None and not weight.weight.requires_grad and kind_of(x.device) == "cpu":
+            return _adapted_on_a_cpu(x, weight.weight, weight.lora, ends, bias, is_transposed)
         out = grouped_product(x, weight.weight, ends, bias, transposed=is_transposed)
     else:
         out = _QuantizedProduct.apply(x.to(autocast_dtype(x.device) or x.dtype), weight.weight, ends, is_transposed)
@@ -102,6 +105,15 @@ def _product(
     first, second = (left, right) if is_transposed else (right, left)
     low = grouped_product(x, first.contiguous(), ends, transposed=is_transposed)
     return out + grouped_product(low, second.contiguous(), ends, transposed=is_transposed)
+
+
+def _adapted_on_a_cpu(
+    x: Tensor, stack: Tensor, lora: StackLora, ends: Tensor, bias: Tensor | None, transposed: bool
+) -> Tensor:
+    left, right = (factor.to(stack.dtype) for factor in lora)
+    first, second = (left, right) if transposed else (right.mT, left.mT)
+    out = adapted_groups(x.to(stack.dtype), stack if transposed else stack.mT, first, second, ends)
+    return out if bias is None else out + bias
 
 
 class _QuantizedProduct(torch.autograd.Function):

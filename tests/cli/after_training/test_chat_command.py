@@ -198,6 +198,61 @@ def test_a_call_is_shown_and_the_next_line_is_what_it_returns(talker, says, caps
     assert '"description": "Adds."' in talks[0].text
 
 
+TELLS_OF_TOOLS = "{% if tools %}{{ tools[0].function.description }}{% endif %}"
+TOOL = '''
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+'''
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_named_function_is_called_and_the_model_reads_what_it_returned(
+    fails, talker, says, capsys, tmp_path, monkeypatch
+):
+    """The model calls it in its first turn: the tokens that it writes are replaced. It goes on without the person."""
+    folder = shutil.copytree(talker, tmp_path / "run")
+    (folder / "chat_template.jinja").write_text(TELLS_OF_TOOLS + HERMES_TEMPLATE)
+    name = f"tools_of_chat_{fails}".lower()
+    (tmp_path / f"{name}.py").write_text(TOOL.replace("a + b", "a / 0") if fails else TOOL)
+    monkeypatch.chdir(tmp_path)
+    talks = []
+
+    def answered(self, ids):
+        talks.append(self)
+        said(self, [*self.tokenizer(HERMES)["input_ids"], 2] if len(talks) == 1 else ids)
+
+    said = Talk.answered
+    monkeypatch.setattr(Talk, "answered", answered)
+    says("2 + 2?", "/exit", "never")
+    words = ["chat", str(folder), "--max_new_tokens", "3", "--device", "cpu", "--tools", f"{name}.add"]
+    assert main(words) == 0
+    assert [each["role"] for each in talks[0].messages] == ["user", "assistant", "tool", "assistant"]
+    result = "{'error': 'division by zero'}" if fails else "4"
+    assert talks[0].messages[2] == {"role": "tool", "name": "add", "content": result}
+    assert f'add with {{"a": 2, "b": 2}} {"fails" if fails else "returns"}: {result}' in capsys.readouterr().err
+    assert "Adds two numbers." in talks[0].text
+    assert result in talks[0].text
+
+
+def test_a_tool_is_named_once_and_a_function_that_cannot_be_described_is_refused(tmp_path, capsys, monkeypatch):
+    (tmp_path / "tools_of_chat.py").write_text(TOOL + "\n\ndef bare(a):\n    return a\n")
+    (tmp_path / "add.json").write_text('{"name": "add"}')
+    monkeypatch.chdir(tmp_path)
+    for words, message in (
+        (["tools_of_chat.add", "add.json"], "two are called 'add'"),
+        (["tools_of_chat.bare"], "'bare' cannot be described"),
+        (["tools_of_chat.none"], "tools_of_chat"),
+    ):
+        assert main(["chat", "no-model", "--tools", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("held", "message"),
     [("{", "is not JSON"), ("[]", "holds no schema"), ('[{"name": 3}]', "entry 0 of"), ('["add"]', "no schema of a")],

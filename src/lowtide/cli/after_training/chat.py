@@ -12,7 +12,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from lowtide.cli.after_training.writing_options import (
 )
 from lowtide.cli.endings import UsageError
 from lowtide.compat.argparse import Subparsers
+from lowtide.escaping import shown
 from lowtide.parsing import parse_json
 
 if TYPE_CHECKING:
@@ -52,10 +53,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system's message")
     parser.add_argument(
         "--tools",
-        type=Path,
-        metavar="FILE.json",
-        help="schemas of functions that the model may call (JSON as of OpenAI); a call is shown, and the next line is "
-        "what it returns",
+        nargs="+",
+        default=[],
+        metavar="TOOL",
+        help="what the model may call: paths of functions (my_module.my_tool), which are called, and JSON files with "
+        "schemas (as of OpenAI), of which the next line is what a call returns",
     )
     parser.set_defaults(run=run)
 
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         ValueError: there is no such model, it writes no conversations, or an option can't be used.
     """
     options = read_writing_options(arguments)
-    tools = [] if arguments.tools is None else read_tools(arguments.tools)
+    schemas, functions = read_tools(arguments.tools)
     from lowtide.cli.after_training.loaded_run import folder_of
     from lowtide.rollout.talk import Talk
     from lowtide.terminal import Console
@@ -79,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         system=arguments.system,
         template_kwargs=options.chat_template_kwargs,
         stop_ids=loaded.stop_ids,
-        tools=tools,
+        tools=schemas,
     )
     notes = Console(stderr=True)
     notes.print(
@@ -89,11 +91,37 @@ def run(arguments: argparse.Namespace) -> int:
         highlight=False,
         soft_wrap=True,
     )
-    Chat(loaded, talk, options, Console(), notes).run()
+    Chat(loaded, talk, options, Console(), notes, functions).run()
     return 0
 
 
-def read_tools(path: Path) -> list[dict[str, Any]]:
+def read_tools(words: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, Callable[..., Any]]]:
+    """The schemas of all tools, and by name those that are functions.
+
+    Args:
+        words: paths of functions, and of JSON files.
+
+    Raises:
+        UsageError, ValueError: there is no such file or function, it cannot be described, or two have one name.
+    """
+    from lowtide.users_functions import find_function
+
+    files = [word for word in words if word.endswith(".json") or Path(word).is_file()]
+    schemas = [schema for word in files for schema in read_schemas(Path(word))]
+    functions: dict[str, Callable[..., Any]] = {}
+    if len(files) < len(words):
+        from lowtide.rollout.tools import tool_schemas, tools_by_name
+
+        functions = tools_by_name([find_function(word, "--tools") for word in words if word not in files])
+        schemas += tool_schemas(list(functions.values()))
+    names = [schema["function"]["name"] for schema in schemas]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"--tools: two are called {twice!r}, and the model knows them by name: leave one out")
+    return schemas, functions
+
+
+def read_schemas(path: Path) -> list[dict[str, Any]]:
     """The schemas of a file: a list of them, or one; each with or without OpenAI's `{"type": "function", ...}` around.
 
     Raises:
@@ -119,17 +147,30 @@ def read_tools(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _said_of(call: Mapping[str, Any]) -> str:
+    return f"{call['name']} with {json.dumps(call.get('arguments') or {}, ensure_ascii=False)}"
+
+
 class Chat:
     """A conversation at a terminal.
 
     Args:
         console: where the model speaks.
         notes: where everything else is said.
+        functions: what answers calls of these names; the person answers those of others.
     """
 
-    def __init__(self, loaded: LoadedRun, talk: Any, options: WritingOptions, console: Console, notes: Console) -> None:
+    def __init__(
+        self,
+        loaded: LoadedRun,
+        talk: Any,
+        options: WritingOptions,
+        console: Console,
+        notes: Console,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
         self.loaded, self.talk, self.options = loaded, talk, options
-        self.console, self.notes = console, notes
+        self.console, self.notes, self.functions = console, notes, functions or {}
         self.most = loaded.context or MOST_HELD
         self._interrupted = False
         self._turn: list[int] = []
@@ -149,12 +190,16 @@ class Chat:
     def _ask(self) -> bool:
         """Reads a message into the conversation, or what the tools return that the model called; False where there is
         none."""
-        while not self._over and (text := self._line(self._called())) not in (None, EXIT):
+        self._call()
+        if self._is_answered:
+            return True
+        while not self._over and (text := self._line(self._before())) not in (None, EXIT):
             if text == NEW:
                 self.talk.begin()
             elif self.talk.call is not None:
                 self.talk.returned(text)
-                if self.talk.call is None:
+                self._call()
+                if self._is_answered:
                     return True
             elif text:
                 self.talk.say(text)
@@ -162,15 +207,32 @@ class Chat:
         self._over = True
         return False
 
-    def _called(self) -> str:
+    @property
+    def _is_answered(self) -> bool:
+        """Whether all calls of the model's last turn have their results."""
+        return self.talk.call is None and self.talk.messages[-1:] != [] and self.talk.messages[-1]["role"] == "tool"
+
+    def _call(self) -> None:
+        """Calls the functions that the model's last turn calls, up to one that the person answers."""
+        from lowtide.rollout.calls import Caller
+        from lowtide.rollout.tools import answer_calls
+
+        while self.talk.call is not None and self.talk.call["name"] in self.functions:
+            said = _said_of(self.talk.call)
+            (answer,) = answer_calls([{"function": self.talk.call}], self.functions, Caller())
+            self.talk.returned(answer.content)
+            self._note(f"{said} {'fails' if answer.failed else 'returns'}: {answer.content}")
+
+    def _before(self) -> str:
         """What stands before a line of the person; tells of a call whose result it is to be."""
         call = self.talk.call
         if call is None:
             return "> "
-        arguments = json.dumps(call.get("arguments") or {}, ensure_ascii=False)
-        said = f"It calls {call['name']} with {arguments}: the next line is what that returns."
-        self.notes.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
+        self._note(f"It calls {_said_of(call)}: the next line is what that returns.")
         return f"{call['name']} returns> "
+
+    def _note(self, text: str) -> None:
+        self.notes.print(shown(text), style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def _line(self, before: str) -> str | None:
         try:

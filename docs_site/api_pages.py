@@ -30,7 +30,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Planning": ("lowtide.planning",),
     "Data": (
         *("lowtide.data", "lowtide.ragged", "lowtide.scripts.collators", "lowtide.scripts.datasets"),
-        *("lowtide.scripts.rows", "lowtide.scripts.templates"),
+        *("lowtide.scripts.rows", "lowtide.scripts.templates", "lowtide.scripts.chats"),
     ),
     "Rewards and judges": ("lowtide.rollout",),
     "Callbacks": ("lowtide.trainers.callbacks",),

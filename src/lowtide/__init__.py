@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         think_format_reward,
     )
     from lowtide.scripts.arguments import DatasetMixtureConfig, ModelConfig, ScriptArguments
+    from lowtide.scripts.chats import add_response_schema, prepare_multimodal_messages, supports_tool_calling
     from lowtide.scripts.collators import (
         DataCollatorForChatML,
         DataCollatorForLanguageModeling,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from lowtide.trainers.callbacks.merge_model import MergeConfig, MergeModelCallback
     from lowtide.trainers.callbacks.rich_progress import RichProgressCallback
     from lowtide.trainers.callbacks.sync_reference import SyncRefModelCallback
+    from lowtide.trainers.callbacks.weave import WeaveCallback
     from lowtide.trainers.callbacks.win_rate import WinRateCallback
     from lowtide.trainers.online.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
     from lowtide.trainers.public import (
@@ -206,8 +208,10 @@ __all__ = [
     "TokenClassificationConfig",
     "TokenClassificationTrainer",
     "TrlParser",
+    "WeaveCallback",
     "WinRateCallback",
     "accuracy_reward",
+    "add_response_schema",
     "apply_chat_template",
     "clone_chat_template",
     "create_reference_model",
@@ -229,8 +233,10 @@ __all__ = [
     "maybe_unpair_preference_dataset",
     "pack_dataset",
     "plan",
+    "prepare_multimodal_messages",
     "reasoning_accuracy_reward",
     "setup_chat_format",
+    "supports_tool_calling",
     "think_format_reward",
     "truncate_dataset",
     "unpair_preference_dataset",
@@ -268,12 +274,14 @@ _NAMES = {
         *("apply_chat_template", "extract_prompt", "is_conversational", "is_conversational_from_value"),
         *("maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt"),
     ),
+    "lowtide.scripts.chats": ("add_response_schema", "prepare_multimodal_messages", "supports_tool_calling"),
     "lowtide.scripts.templates": ("clone_chat_template", "setup_chat_format"),
     "lowtide.trainers.callbacks.bema": ("BEMACallback",),
     "lowtide.trainers.callbacks.log_completions": ("LogCompletionsCallback",),
     "lowtide.trainers.callbacks.merge_model": ("MergeConfig", "MergeModelCallback"),
     "lowtide.trainers.callbacks.rich_progress": ("RichProgressCallback",),
     "lowtide.trainers.callbacks.sync_reference": ("SyncRefModelCallback",),
+    "lowtide.trainers.callbacks.weave": ("WeaveCallback",),
     "lowtide.trainers.callbacks.win_rate": ("WinRateCallback",),
     "lowtide.trainers.online.async_grpo": ("AsyncGRPOConfig", "AsyncGRPOTrainer"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 NOT_YET = "trains by a method that lowtide does not have yet: keep TRL's"
 SERVER = "is DistillationTrainer here: its DistillationConfig takes teacher_model_server_url, loss_top_k and the others"
-IMAGES = "is not needed: trainers take rows with images, and the model's processor as processing_class"
 VISION = "is of models that make images, and lowtide trains those that write: keep TRL's"
 JUDGE = (
     "judges completions with another model: derive from BasePairwiseJudge, and pass that as OnlineDPOTrainer's judge"
@@ -12,7 +11,6 @@ JUDGE = (
 VALUE_HEAD = "was for the older PPOTrainer: this one puts a value head on any language model by itself"
 TEMPLATE = "is not needed: assistant_only_loss=True marks or aligns the assistant's turns of any chat template"
 SPEC = "is TRL's: import it from trl.experimental.harbor or .openreward, and give GRPOTrainer its three properties"
-TOOLS = "is of methods that call tools while they write: keep TRL's"
 
 ELSEWHERE: dict[str, str] = {
     **{f"{method}{kind}": NOT_YET for method in ("XPO", "NashMD") for kind in ("Config", "Trainer")},
@@ -33,11 +31,7 @@ ELSEWHERE: dict[str, str] = {
         JUDGE,
     ),
     **dict.fromkeys(("HarborSpec", "OpenRewardSpec"), SPEC),
-    "WeaveCallback": "needs weave: take LogCompletionsCallback with report_to='wandb'",
-    "prepare_multimodal_messages": IMAGES,
     "get_training_chat_template": TEMPLATE,
-    "add_response_schema": TOOLS,
-    "supports_tool_calling": TOOLS,
     "add_fused_lm_head": "is not needed: the head of every trainer is fused",
     "ConstantLengthDataset": "was removed from TRL: SFTConfig(packing=True) packs, pack_dataset packs by hand",
     "IterativeSFTConfig": "was removed from TRL: SFTTrainer trains on one dataset after the other",

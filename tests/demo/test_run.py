@@ -1,6 +1,7 @@
 """The demo in miniature: some steps of each method through the real command."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,6 +9,7 @@ from lowtide.cli.main import main
 from lowtide.demo.answers import answers, exact_match
 from lowtide.demo.data import Question
 from lowtide.demo.detecting import with_wrong_digit, wrong_digit
+from lowtide.demo.lessons import LESSONS
 from lowtide.demo.model import make_model, make_tokenizer, save
 from lowtide.demo.run import Sizes, run_demo
 from tests.support.marks import slow_but
@@ -40,7 +42,7 @@ def test_twenty_steps_train_report_and_save(tmp_path, command, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "kto", "reward"]))
+@pytest.mark.parametrize("method", slow_but(["dpo"], ["dpo", "kto", "reward", "tpo"]))
 def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, method):
     sizes = Sizes(steps=2, questions=256, held_out=40, samples=3)
     report = run_demo(tmp_path, command, method=method, sizes=sizes)
@@ -53,6 +55,16 @@ def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, met
     shown = capsys.readouterr().out
     for part in ("rightly preferred", "chosen less rejected", str(tmp_path / "model")):
         assert part in shown
+
+
+@pytest.mark.slow
+def test_what_comes_before_is_trained_by_its_own_command(tmp_path, command, capsys, monkeypatch):
+    monkeypatch.setitem(LESSONS, "sdft", replace(LESSONS["sdft"], taught=2))
+    report = run_demo(tmp_path, command, method="sdft", sizes=Sizes(steps=2, questions=256, held_out=20, samples=3))
+    assert report is not None
+    assert sum(1 for _ in (tmp_path / "train.jsonl").open()) == 256
+    assert (tmp_path / "taught" / "model" / "model.safetensors").is_file()
+    assert "exact answers" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -69,6 +69,13 @@ def dialogue_rows(question: Question) -> Iterator[dict[str, Any]]:
     yield {"messages": question.messages}
 
 
+def told_rows(question: Question) -> Iterator[dict[str, Any]]:
+    """A question and its answer, and the same with the answer beside the question."""
+    yield from dialogue_rows(question)
+    told = {"role": "user", "content": f"{question.text}\n{question.answer}"}
+    yield {"messages": [told, question.messages[1]]}
+
+
 def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Write rows, one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,11 +10,11 @@ from typing import Any
 
 from lowtide.demo.answers import answers
 from lowtide.demo.continuing import continued, save_beginning, sentence_rows
-from lowtide.demo.data import Question, dialogue_rows
+from lowtide.demo.data import Question, dialogue_rows, told_rows
 from lowtide.demo.detecting import make_discriminator, most_suspect, with_wrong_digit
 from lowtide.demo.hidden import filled, make_encoder, sum_of_last_digits, text_rows
 from lowtide.demo.model import save
-from lowtide.demo.preferences import labelled_rows, margins, pair_rows, wrong_sum
+from lowtide.demo.preferences import labelled_rows, margins, pair_rows, triple_rows, wrong_sum
 from lowtide.demo.tagging import marked, predicted_labels, save_tagger, tagged, tagged_rows
 from lowtide.demo.translating import make_encoder_decoder, pair_of_texts, targets_of
 from lowtide.engine.heads.head import Head
@@ -74,6 +74,8 @@ detection those of one minute."""
     """Makes the model and its tokenizer in a folder, from a seed."""
     taught: int = 0
     """Steps of supervised fine-tuning that come before, for a method that needs a model which sometimes is right."""
+    taught_rows: Callable[[Question], Iterator[dict[str, Any]]] = dialogue_rows
+    """The rows of these."""
 
 
 def _written(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
@@ -116,6 +118,11 @@ def _asked(question: Question) -> Iterator[dict[str, Any]]:
     yield {"prompt": question.messages[:1], "answer": str(question.left + question.right)}
 
 
+def _told(question: Question) -> Iterator[dict[str, Any]]:
+    """A question, and its answer for a teacher alone."""
+    yield {"prompt": question.messages[:1], "privileged_context": question.answer}
+
+
 def _sides(question: Question) -> str:
     return f"{question.text} {question.left + question.right}, not {wrong_sum(question)}"
 
@@ -130,6 +137,31 @@ def _preference(*, head: type[Head] = LanguageModel, **more: Any) -> Lesson:
         **more,
     )
 
+
+def _written_after(steps_before: int, **more: Any) -> Lesson:
+    """A method whose model writes, after some supervised fine-tuning."""
+    how: dict[str, Any] = {"rows": _asked, "questions": 2048, **more}
+    return Lesson(
+        examine=_written,
+        measure="exact_match",
+        words="exact answers",
+        asked=lambda question: question.text,
+        note=f"before: after {steps_before} steps of supervised fine-tuning",
+        taught=steps_before,
+        **how,
+    )
+
+
+PREFERENCE: dict[str, Any] = OF_ROWS | {"learning_rate": 4e-3, "per_device_train_batch_size": 128}
+WRITING: dict[str, Any] = {
+    "max_completion_length": 16,
+    "learning_rate": 3e-4,
+    "warmup_steps": 10,
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+}
+"""Of the methods whose model writes."""
+REWARDED: dict[str, Any] = WRITING | {"reward_funcs": ["exact_answer"]}
 
 LESSONS: dict[str, Lesson] = {
     "sft": Lesson(
@@ -199,26 +231,8 @@ LESSONS: dict[str, Lesson] = {
         note="the digits that are marked as the larger number",
         base=save_tagger,
     ),
-    "grpo": Lesson(
-        steps=240,
-        settings={
-            "reward_funcs": ["exact_answer"],
-            "num_generations": 8,
-            "max_completion_length": 16,
-            "per_device_train_batch_size": 256,
-            "learning_rate": 3e-4,
-            "warmup_steps": 10,
-            "weight_decay": 0.0,
-            "adam_beta2": 0.999,
-        },
-        rows=_asked,
-        examine=_written,
-        measure="exact_match",
-        words="exact answers",
-        asked=lambda question: question.text,
-        note="before: after 190 steps of supervised fine-tuning",
-        taught=190,
-        questions=2048,
+    "grpo": _written_after(
+        190, steps=240, settings=REWARDED | {"num_generations": 8, "per_device_train_batch_size": 256}
     ),
     "seq2seq": Lesson(
         steps=400,
@@ -258,5 +272,18 @@ LESSONS: dict[str, Lesson] = {
         asked=lambda question: with_wrong_digit(question).replace("\n", "; "),
         note="the token that is held to be replaced before all others, in brackets",
         base=functools.partial(save, make=make_discriminator),
+    ),
+    "tpo": _preference(steps=300, settings=PREFERENCE | {"beta": 0.5}, rows=triple_rows),
+    "sdft": _written_after(
+        150,
+        steps=120,
+        settings=WRITING
+        | {
+            "teacher_prompt_template": "{prompt}\n{privileged_context}",
+            "per_device_train_batch_size": 128,
+            "learning_rate": 1e-3,
+        },
+        rows=_told,
+        taught_rows=told_rows,
     ),
 }

@@ -49,6 +49,12 @@ def pair_rows(question: Question) -> Iterator[Row]:
     }
 
 
+def triple_rows(question: Question) -> Iterator[Row]:
+    """A pair, and the right answer once more, whose likelihood is learned beside."""
+    for pair in pair_rows(question):
+        yield {**pair, "reference": pair["chosen"]}
+
+
 def labelled_rows(question: Question) -> Iterator[Row]:
     """The same as single completions: a desirable one, and an undesirable one."""
     for answer, label in ((question.answer, True), (rejected_answer(question), False)):

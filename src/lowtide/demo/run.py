@@ -69,7 +69,7 @@ def run_demo(
         write_rows((row for question in asked for row in lesson.rows(question)), path)
     lesson.base(base, seed)
     if lesson.taught:
-        if not _teach(folder / "taught", base, questions, lesson.taught, train, seed):
+        if not _teach(folder / "taught", base, questions, lesson, train, seed):
             return None
         base = folder / "taught" / "model"
     before = lesson.examine(base, held_out, "answers before", seed)
@@ -102,14 +102,14 @@ def run_demo(
     return report
 
 
-def _teach(folder: Path, base: Path, questions: Sequence[Question], steps: int, train: Training, seed: int) -> bool:
-    """Supervised fine-tuning of the base model, which comes before; whether it went well."""
-    lesson, data = LESSONS["sft"], folder / "train.jsonl"
-    write_rows((row for question in questions for row in lesson.rows(question)), data)
+def _teach(folder: Path, base: Path, questions: Sequence[Question], lesson: Lesson, train: Training, seed: int) -> bool:
+    """Supervised fine-tuning of a base model, which comes before; whether it went well."""
+    data = folder / "train.jsonl"
+    write_rows((row for question in questions for row in lesson.taught_rows(question)), data)
     settings = {"model": str(base), "dataset": str(data), "output_dir": str(folder / "model")}
     run_file = folder / "sft.yaml"
-    last = {"max_steps": steps, "seed": seed}
-    run_file.write_text(yaml.safe_dump(settings | COMMON | dict(lesson.settings) | last, sort_keys=False))
+    last = {"max_steps": lesson.taught, "seed": seed}
+    run_file.write_text(yaml.safe_dump(settings | COMMON | dict(LESSONS["sft"].settings) | last, sort_keys=False))
     return train("sft", run_file) == 0
 
 

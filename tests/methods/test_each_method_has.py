@@ -1,4 +1,4 @@
-"""What each method of the table has: a page with its command and its paper, a short file, and a link from other pages."""
+"""What each method of the table has: a page with its command and its paper, a short file, a link from other pages."""
 
 from __future__ import annotations
 

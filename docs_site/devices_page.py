@@ -9,7 +9,8 @@ from typing import Any
 from mkdocs.structure.nav import Link, Section
 
 from lowtide.cli.planning.page import NAME
-from lowtide.planner.answers.page import grid, html_of
+from lowtide.planner.answers.kept_grid import grid
+from lowtide.planner.answers.page import html_of
 
 PATH = NAME.name
 TITLE = "What do I need to train it?"

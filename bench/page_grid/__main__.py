@@ -1,9 +1,10 @@
-"""`python -m bench.page_grid`: traces the numbers of the page of devices (`lowtide page`), for well-known models.
+"""`python -m bench.page_grid`: traces the grid from which `lowtide gpus` and `lowtide page` answer.
 
-Nothing is measured: each number is the predicted peak, in MiB, of some settings at two sizes of a micro-batch, on a
-GPU with bfloat16, its context not counted; speeds are a roofline at the rates of each device's data sheet. Models of
-one shape share their numbers. It takes some 15 minutes on two cores, and what is there already is kept, so that an
-interrupted run goes on. Speeds are by the number of a device, so that nothing is kept where the devices are others.
+Nothing is measured: a peak is predicted, in MiB, of all settings that `lowtide gpus` compares at two sizes of a
+micro-batch, on a GPU with bfloat16, its context not counted; seconds are a roofline at the rates of each device's data
+sheet, which are scaled from the smaller size. Models of one shape share their numbers. What is there already is kept,
+so that an interrupted run goes on (`--again` begins anew). Seconds are by the number of a device, so that nothing is
+kept where the devices are others.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.page_grid.tracing import METHODS, ROWS, devices, key_of, on_the_page, run_of_model, stages, traced, written
+from bench.page_grid.tracing import METHODS, ROW, ROWS, TIMED, devices, key_of, run_of_model, traced, written
 
 SUMMARY = "Trace the numbers of the page of devices, for well-known models."
 
@@ -35,9 +36,9 @@ def main(argv: list[str] | None = None) -> int:
 
     path = grid_path()
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() and not options.again else {}
-    grid = {**frame(), "peaks": {}, "speeds": {}}
+    grid = {**frame(), "peaks": {}, "seconds": {}}
     if grid["devices"] == found.get("devices"):
-        grid |= {part: found[part] for part in ("peaks", "speeds")}
+        grid |= {part: found[part] for part in ("peaks", "seconds")}
     failed = False
     for name in options.models or known_models():
         shape = grid["models"][name]
@@ -45,25 +46,30 @@ def main(argv: list[str] | None = None) -> int:
         if not missing or time.perf_counter() - start > options.seconds:
             continue
         began = time.perf_counter()
-        tasks = [(name, method, way, stage) for method in missing for way, stage in stages()]
-        for (_, method, _, stage), result in zip(tasks, each_of(traced, tasks), strict=True):
+        for method, result in zip(missing, each_of(traced, [(name, each) for each in missing]), strict=True):
             if isinstance(result, str):
-                console.print(f"{name}, {method}, {stage}: {result}", markup=False)
+                console.print(f"{name}, {method}, {result}", markup=False)
                 failed = True
                 continue
-            grid["peaks"].setdefault(shape, {}).setdefault(method, {})[stage] = result["peaks"]
-            grid["speeds"].setdefault(shape, {}).setdefault(method, {})[stage] = result["speeds"]
-        grid["methods"] = complete(grid)
-        path.write_text(json.dumps(grid, separators=(",", ":")) + "\n", encoding="utf-8")
-        console.print(f"{name}: {len(tasks)} settings, {time.perf_counter() - began:.0f} s")
+            for part, there in result.items():
+                grid[part].setdefault(shape, {})[method] = there
+        write(grid, path)
+        console.print(f"{name}: {', '.join(missing)}, {time.perf_counter() - began:.0f} s")
+    write(grid, path)
     console.print(f"{path}: {path.stat().st_size / 1000:.0f} kB, {len(grid['peaks'])} shapes")
     return int(failed)
+
+
+def write(grid: dict[str, Any], path: Path) -> None:
+    """The grid as far as it is there."""
+    grid["methods"] = complete(grid)
+    path.write_text(json.dumps(grid, separators=(",", ":")) + "\n", encoding="utf-8")
 
 
 def grid_path() -> Path:
     """Where the grid lies, in the package."""
     import lowtide.planner.answers as answers
-    from lowtide.planner.answers.page import GRID
+    from lowtide.planner.answers.kept_grid import GRID
 
     return Path(next(iter(answers.__path__))) / GRID
 
@@ -71,7 +77,8 @@ def grid_path() -> Path:
 def frame() -> dict[str, Any]:
     """All of the grid that is not traced."""
     from lowtide.planner.answers.known_models import known_models
-    from lowtide.planner.answers.ways import ways_of
+    from lowtide.planner.answers.ways import PLAIN, ways_of
+    from lowtide.planner.estimate import BANDS
 
     models, positions, shapes = {}, {}, {}
     for name, each in known_models().items():
@@ -85,22 +92,32 @@ def frame() -> dict[str, Any]:
             "written": written(way.written),
             "changes": way.changes,
             "stages": [
-                {"key": key_of(stage), "whole": stage.whole, "written": written(stage.options)}
+                {
+                    "key": key_of(stage),
+                    "whole": stage.whole,
+                    "timed": not stage.begins_with,
+                    "long": stage.name != PLAIN,
+                    "written": written(stage.options),
+                }
                 for stage in way.stages
-                if on_the_page(stage)
             ],
         }
         for way in ways_of(run_of_model("Qwen/Qwen2.5-0.5B", "sft"))
-        if any(map(on_the_page, way.stages))
     ]
-    factors = {method: sum(map(int, parts.split("+"))) / 1024 for method, parts in METHODS.items()}
+    factors = {method: sum(map(int, parts.split("+"))) / ROW for method, parts in METHODS.items()}
+    sizes = {"tokens": ROWS, "timed": TIMED}
     return {
         "date": date.today().isoformat(),
         "methods": list(METHODS),
         "models": models,
         "positions": positions,
-        "factors": factors,
-        "tokens": {method: [round(1024 * rows * factor) for rows in ROWS] for method, factor in factors.items()},
+        "row": ROW,
+        "band": BANDS["cuda"],
+        "parts": {method: len(parts.split("+")) for method, parts in METHODS.items()},
+        **{
+            name: {method: [round(ROW * rows * factor) for rows in counts] for method, factor in factors.items()}
+            for name, counts in sizes.items()
+        },
         "ways": ways,
         "devices": [
             {"name": each.name, "memory": each.memory_bytes, "context": each.context_bytes, "number": number}

@@ -21,6 +21,7 @@ from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.methods.method import Method
 from lowtide.planner.answers.assumptions import assumptions_of, in_bfloat16, with_it
 from lowtide.planner.answers.device_table import DeviceTable, device_table
+from lowtide.planner.answers.kept_grid import KIND, kept_traces
 from lowtide.planner.answers.known_models import known_config
 from lowtide.planner.answers.row_lengths import (
     DEFAULT,
@@ -288,11 +289,14 @@ def gpus(
     name: str = "",
     device: str | None = None,
     seconds: float = math.inf,
+    trace: bool = False,
     **inputs: Unpack[PlanInputs],
 ) -> DeviceTable:
     """Which devices hold a run: all of the table of devices, each with full, LoRA and QLoRA training.
 
-    The traces run in this process and in some that are forked from it, so nothing else may compute meanwhile.
+    What the grid of the page of devices has (SFT and DPO of well-known models with no option asked for, on GPUs with
+    bfloat16) is answered from it, and all else is traced. The traces run in this process and in some that are forked
+    from it, so nothing else may compute meanwhile.
 
     Args:
         method: "sft", "dpo" or another command's name.
@@ -300,6 +304,7 @@ def gpus(
         name: what the model is called, where its config is given.
         device: of this one alone: "cpu", "cuda" (the one that is there), or a name as "RTX-4090".
         seconds: in which traces are begun, those of the rows that are asked for first; what is left out is noted.
+        trace: whether what the grid has is traced too.
         inputs: see `PlanInputs`; `lengths` are 8 rows of 1,024 tokens by default, and with `peft_config` only adapters
             are compared.
 
@@ -310,6 +315,7 @@ def gpus(
     devices = tuple(DEVICES.values()) if device is None else (device_named(device).with_rates(),)
     kinds = dict.fromkeys(map(kind_of, devices))
     called = name or (model if isinstance(model, str) else type(model).__name__)
+    built_in = model if isinstance(model, str) and not trace else None
     model = config_of_model(_known(model))
     lengths = inputs.get("lengths") or DEFAULT
     runs, asked = {}, {**inputs, "lengths": lengths, "config": _requested(inputs)}
@@ -318,7 +324,8 @@ def gpus(
     first = next(iter(runs.values()))
     beside = known_process_bytes(adapters=inputs.get("peft_config") is not None)
     rows = row_lengths(lengths, first.method)
-    table = device_table(runs, rows, model=called, beside=beside, devices=devices, seconds=seconds)
+    kept = kept_traces(runs[KIND], built_in, rows, devices) if built_in and KIND in runs else None
+    table = device_table(runs, rows, model=called, beside=beside, devices=devices, seconds=seconds, kept=kept)
     notes = check_lengths(rows, model, _written(first.method, first.requested))
     return replace(table, notes=(*notes, *notes_of_lengths(rows, first.requested), *table.notes))
 

@@ -1,14 +1,35 @@
-"""The grid of the page of devices is what the planner says."""
+"""The grid of the page of devices and of `lowtide gpus` is what the planner says."""
 
 import pytest
 
 from bench.page_grid.tracing import traced
-from lowtide.planner.answers.page import grid
+from lowtide.planner.answers.kept_grid import grid
+from lowtide.planning import gpus
+
+MODEL = "HuggingFaceTB/SmolLM2-135M"
 
 
 @pytest.mark.slow
-def test_a_number_of_the_grid_is_what_a_trace_says():
+def test_all_numbers_of_a_model_are_what_traces_say():
     found = grid()
-    shape = found["models"]["HuggingFaceTB/SmolLM2-135M"]
-    again = traced(("HuggingFaceTB/SmolLM2-135M", "sft", "LoRA", "LoRA checkpointing"))
-    assert again["peaks"] == found["peaks"][shape]["sft"]["LoRA checkpointing"]
+    again = traced((MODEL, "sft"))
+    assert not isinstance(again, str)
+    for part in ("peaks", "seconds"):
+        assert again[part] == found[part][found["models"][MODEL]]["sft"], part
+
+
+@pytest.mark.slow
+def test_a_trace_of_longer_rows_says_of_adapters_what_the_grid_says():
+    """The grid has as many tokens in rows of 1,024. With all weights it says more than a trace: offloaded activations
+    are taken to grow as those that stay."""
+    kept, own = (
+        gpus("sft", "Qwen/Qwen2.5-7B", device="H100-80GB", lengths="4096x4", trace=trace) for trace in (False, True)
+    )
+    for way, fit in own.rows[0].fits.items():
+        said = kept.rows[0].fits[way]
+        assert said.fits == fit.fits, way
+        assert said.peak_bytes >= 0.99 * fit.peak_bytes, way
+        if way in ("LoRA", "QLoRA"):
+            assert said.settings == fit.settings, way
+            assert said.peak_bytes == pytest.approx(fit.peak_bytes, rel=0.02), way
+            assert said.tokens_per_second == pytest.approx(fit.tokens_per_second, rel=0.02), way

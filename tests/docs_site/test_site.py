@@ -16,7 +16,8 @@ from docs_site.moved import MOVED, write_redirects
 from docs_site.navigation import navigation
 from docs_site.notebook_page import notebook_page
 from docs_site.source_links import without_source_links
-from lowtide.planner.answers.page import grid, html_of
+from lowtide.planner.answers.kept_grid import grid
+from lowtide.planner.answers.page import html_of
 from tests.support.pages.pages import headings
 
 ROOT = Path(__file__).parents[2]

@@ -144,6 +144,9 @@ def _method_after(command: str, words: Sequence[str]) -> str | None:
     method = next((word for word in words[words.index(command) + 1 :] if not word.startswith("-")), None)
     if method is None and {"-h", "--help"} & set(words):
         return None
+    first = "".join(words[words.index(command) + 1 :][:1]).partition("=")[0]
+    if command == "gpus" and first in ("--device", "--json") and not METHODS.keys() & set(words):
+        return None  # it says of all built-in models what the device holds
     if method not in METHODS:
         there = f"there is no method {method!r}{nearest(method, METHODS)}" if method else "a method is missing"
         raise UsageError(f"{there}: lowtide {command} METHOD, of {', '.join(METHODS)} (see lowtide {command} --help)")

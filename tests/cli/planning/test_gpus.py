@@ -15,6 +15,7 @@ from lowtide.cli.main import main
 from lowtide.cli.planning import gpus
 from lowtide.cli.planning.described_run import described_run
 from lowtide.planner.answers.device_table import DeviceRow, DeviceTable, Fit
+from lowtide.planner.answers.known_models import known_models
 from lowtide.planner.devices import DEVICES, GIB
 
 
@@ -143,3 +144,26 @@ def test_what_a_user_can_mend_is_one_message(described, capsys, words, says):
 def test_a_model_is_needed(capsys):
     assert main(["gpus", "sft"]) == 2
     assert "--model is missing" in capsys.readouterr().err
+
+
+def test_without_a_method_it_says_what_a_gpu_holds_of_all_built_in_models(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    some = {name: known_models()[name] for name in ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-70B")}
+    monkeypatch.setattr("lowtide.planner.answers.known_models.known_models", lambda: some)
+    assert main(["gpus", "--device", "4090"]) == 0
+    said = capsys.readouterr().out
+    assert "on RTX-4090" in said
+    (line,) = [line for line in said.splitlines() if line.startswith(" Qwen2.5-0.5B ")]
+    assert line.count("32k") == 4
+    assert "It holds none of Llama-3.1-70B" in said
+    assert "lowtide gpus sft --model Qwen/Qwen2.5-0.5B --device 4090" in said
+    assert main(["gpus", "--device", "4090", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [each["smallest"]["LoRA"] for each in made] == ["RTX-4090", None]
+
+
+def test_without_a_method_other_devices_are_refused_with_the_command_that_asks_them(capsys):
+    assert main(["gpus", "--device", "T4"]) == 2
+    assert "lowtide gpus sft --model M --device T4" in capsys.readouterr().err
+    assert main(["gpus", "fst", "--device", "4090"]) == 2
+    assert "no method 'fst'" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 """`lowtide gpus dpo --model M`: on which devices a model can be trained, and how; from its config alone. With
-`--device 4090` what that one holds, in one screen."""
+`--device 4090` what that one holds, in one screen; `lowtide gpus --device 4090` says it of all built-in models."""
 
 from __future__ import annotations
 
@@ -32,18 +32,22 @@ def add_parser(subparsers: Subparsers, method: str | None) -> argparse.ArgumentP
     description = (
         "List the devices on which a model can be trained, the smallest first: all weights, LoRA, QLoRA, each with its "
         "settings, predicted peak, speed and longest row. Needs the model's config alone; well-known ones are built "
-        "in. With --device what one device holds, in one screen."
+        "in. With --device what one device holds, in one screen; without a method, fine-tuning of all built-in models."
     )
-    own, group = train.add_command(subparsers, "gpus", method, description)
-    if group is not None:
-        named = "of this one alone, in one screen: 4090, H100-80GB, cuda (the one here)"
+    own, group = train.add_command(subparsers, "gpus", method, description, needs_method=False)
+    named = "of this one alone, in one screen: 4090, H100-80GB, cuda (the one here)"
+    if group is None:
+        own.add_argument("--device", dest="of_device", metavar="NAME", required=True, help="a GPU with bfloat16: 4090")
+        own.set_defaults(run=run_of_all)
+    else:
         group.add_argument("--device", dest="of_device", metavar="NAME", help=named)
         add_lengths(group, LENGTHS)
         group.add_argument(
             "--seconds", type=_seconds, default=SECONDS, metavar="N", help=f"trace for so long (default: {SECONDS})"
         )
-        group.add_argument("--json", action="store_true", help="print JSON")
-    own.set_defaults(run=run)
+        group.add_argument("--trace", action="store_true", help="trace your rows, also where the page's grid has them")
+        own.set_defaults(run=run)
+    (group or own).add_argument("--json", action="store_true", help="print JSON")
     return own
 
 
@@ -80,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             described.model,
             device=arguments.of_device,
             seconds=arguments.seconds,
+            trace=arguments.trace,
             **described.inputs(),
         )
     if found.changes.keys() <= found.refused.keys():
@@ -92,6 +97,73 @@ def run(arguments: argparse.Namespace) -> int:
     for part in _parts(found, described) if arguments.of_device is None else _parts_of_one(found, described):
         console.print(part)
     return status
+
+
+def run_of_all(arguments: argparse.Namespace) -> int:
+    """Say what one GPU holds of all built-in models; the exit status is 1 where it holds none.
+
+    Raises:
+        ValueError: there is no such GPU, or the grid does not have it.
+    """
+    from lowtide.planner.devices import device_named
+
+    name = device_named(arguments.of_device).name
+    with without_collection():
+        from lowtide.planner.answers.kept_grid import grid
+        from lowtide.planner.answers.known_models import known_models
+        from lowtide.planning import gpus
+        from lowtide.terminal import Console
+
+    there = [each["name"] for each in grid()["devices"]]
+    if name not in there:
+        raise UsageError(
+            f"without a method gpus says what a GPU with bfloat16 holds ({', '.join(there)}), and {name} is none of "
+            f"them: lowtide gpus sft --model M --device {arguments.of_device}"
+        )
+    shapes = grid()["peaks"]
+    tables = [gpus("sft", model, device=name) for model in known_models() if grid()["models"][model] in shapes]
+    tables.sort(key=lambda table: table.parameters)
+    held = [table for table in tables if table.smallest()]
+    if arguments.json:
+        print(json.dumps([table.to_dict() for table in tables], indent=2, default=str))
+    else:
+        console = Console()
+        for part in _parts_of_all(tables, held, arguments.of_device):
+            console.print(part)
+    return 0 if held else DOES_NOT_FIT
+
+
+def _parts_of_all(tables: Sequence[DeviceTable], held: Sequence[DeviceTable], device: str) -> list[RenderableType]:
+    """A line a model that one GPU holds, and the names of the others."""
+    from rich.text import Text
+
+    (row,), ways = tables[0].rows, list(tables[0].changes)
+    made = plain_table(f"Peak, of {_gib(row.memory_bytes)} GiB, and the longest row (k: 1,024 tokens)")
+    made.add_column("model", no_wrap=True)
+    for way in ways:
+        made.add_column(way, justify="right", no_wrap=True)
+    for table in held:
+        fits = [table.rows[0].fits[way] for way in ways]
+        cells = (
+            f"{fit.peak_bytes / (1 << 30):.1f} {_thousands(fit.longest_row or 0):>5}" if fit.fits else "no"
+            for fit in fits
+        )
+        made.add_row(table.model.split("/")[-1], *cells)
+    about = f"sft of the built-in models, {tables[0].lengths}, on {row.device}"
+    others = ", ".join(table.model.split("/")[-1] for table in tables if table not in held)
+    return [
+        Text(""),
+        Text(about, style="bold"),
+        made,
+        *([noted(f"It holds none of {others} as one device.")] if others else []),
+        Text(f"Settings and speed of one: lowtide gpus sft --model {held[-1].model if held else 'M'} --device {device}",
+             style="bold"),
+        *(noted(note) for note in (ONE_DEVICE.rpartition(" All devices")[0], *tables[0].notes)),
+    ]  # fmt: skip
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
 def _parts_of_one(table: DeviceTable, described: DescribedRun) -> list[RenderableType]:

@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         OSError: it cannot be written.
     """
-    from lowtide.planner.answers.page import grid, html_of
+    from lowtide.planner.answers.kept_grid import grid
+    from lowtide.planner.answers.page import html_of
 
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     write_output(arguments.output, html_of(grid()))

@@ -410,15 +410,15 @@ class TrainingCommand:
 
 
 def add_command(
-    subparsers: Subparsers, command: str, method: str | None, description: str
+    subparsers: Subparsers, command: str, method: str | None, description: str, *, needs_method: bool = True
 ) -> tuple[argparse.ArgumentParser, ArgumentGroup | None]:
-    """Add a command that a method follows, whose options it takes.
+    """Add a command that a method follows, whose options it takes; without `needs_method` one may follow.
 
     Returns:
         the method's parser beneath it, with a group for the command's own options; without a method, the command's.
     """
     parser = subparsers.add_parser(command, help=commands()[command], description=description)
-    methods = parser.add_subparsers(metavar="METHOD", title="methods", required=True)
+    methods = parser.add_subparsers(metavar="METHOD", title="methods", required=needs_method)
     if method is None:
         for name, row in METHODS.rows.items():
             methods.add_parser(name, help=row.summary)

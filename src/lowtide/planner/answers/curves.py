@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 from lowtide.planner.devices import Device
 from lowtide.planner.speed import Operation, OperationCosts
@@ -51,33 +52,57 @@ class Point:
                 and compute so much more, and is one all the same.
         """
         times = 1.0 if tokens is None else tokens / self.tokens
-        costs = {
-            name: OperationCosts({None: _repeated(operations, share)}, host_bytes=moved * share)
-            for name, (operations, moved) in self.costs.items()
-            for share in [1.0 if name == STEP else times]
-        }
-        alone = TracedRun((), costs, self.tokens, self.micro_batches, self.head_share).micro_batch_seconds(device)
-        seconds = alone * self.micro_batches / times + costs[STEP].seconds(device)
+        micro_batches = self.micro_batches / times
+        seconds = self.micro_batch_seconds(device, times) * micro_batches + self.step_seconds(device)
         return self.tokens * self.micro_batches / seconds
+
+    def micro_batch_seconds(self, device: Device, times: float = 1.0, *, attention: bool = False) -> float:
+        """Of one micro-batch of so many times the rows; of its attention alone where asked."""
+        costs = {
+            name: OperationCosts(
+                {None: _repeated(operations, times, attention=attention)}, host_bytes=0 if attention else moved * times
+            )
+            for name, (operations, moved) in self.costs.items()
+            if name != STEP
+        }
+        return TracedRun((), costs, self.tokens, self.micro_batches, self.head_share).micro_batch_seconds(device)
+
+    def step_seconds(self, device: Device) -> float:
+        """Of what a step does once, however many micro-batches it has."""
+        operations, moved = self.costs[STEP]
+        return OperationCosts({None: Counter(operations)}, host_bytes=moved).seconds(device)
 
 
 STEP = "optimizer"
 """The part of a step that does not depend on its micro-batches."""
 
 
-def _repeated(operations: Mapping[Operation, int], times: float) -> Counter[Operation]:
-    """Each on so many times the rows."""
+def _repeated(operations: Mapping[Operation, int], times: float, *, attention: bool) -> Counter[Operation]:
+    """Each on so many times the rows; those of attention alone where asked."""
     found = Counter[Operation]()
     for each, count in operations.items():
-        found[each._replace(flops=round(each.flops * times), bytes=round(each.bytes * times))] += count
+        if each.attention or not attention:
+            found[each._replace(flops=round(each.flops * times), bytes=round(each.bytes * times))] += count
     return found
+
+
+class Sized(Protocol):
+    """What a curve and a device table ask of a size of a micro-batch: a trace, or what was kept of one."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def phases(self) -> Mapping[tuple[int, ...], Mapping[str, int]]: ...
+    def tokens_per_second(self, device: Device, tokens: int | None = None) -> float: ...
 
 
 @dataclass(frozen=True)
 class Curve:
     """The peak of some settings by the tokens of a micro-batch."""
 
-    points: Sequence[Point]
+    points: Sequence[Sized]
     """Few, with growing sizes."""
 
     def peak(self, tokens: int, device: Device, beside: int) -> int:
@@ -127,3 +152,5 @@ class Growth:
     """With more rows of the length that is asked for in a micro-batch."""
     in_length: Curve
     """With longer rows, one in a micro-batch or, where the batch stays whole, as many as there are."""
+    asked: Sized
+    """The rows that are asked for, one in a micro-batch or, where the batch stays whole, all of them."""

@@ -101,6 +101,7 @@ def device_table(
     beside: int | None = None,
     devices: Iterable[Device] = tuple(DEVICES.values()),
     seconds: float = math.inf,
+    kept: Traces | None = None,
 ) -> DeviceTable:
     """Which devices hold a run.
 
@@ -111,6 +112,7 @@ def device_table(
         beside: what a process holds on a CPU beside tensors; None for an assumption.
         devices: to ask of.
         seconds: in which traces are begun; what they leave out is noted.
+        kept: what is known without a trace, of some kinds of devices.
     """
     asked = [(device, kind_of(device)) for device in sorted(devices, key=as_bought)]
     first = runs[asked[0][1]]
@@ -118,7 +120,10 @@ def device_table(
     positions = max(positions * lengths.longest // lengths.sequence, lengths.longest)
     kinds = {kind: [each for each, of in asked if of == kind] for kind in dict.fromkeys(kind for _, kind in asked)}
     parameters = _parameters(first, model)
-    traced = traces_of(runs, lengths, kinds, positions, parameters, seconds)
+    there = {} if kept is None else kept.ways
+    left = {kind: each for kind, each in kinds.items() if kind not in there}
+    traced = traces_of(runs, lengths, left, positions, parameters, seconds)
+    traced = traced if kept is None else kept.beside(traced)
     process = PROCESS if beside is None else beside
     return DeviceTable(
         method=first.method.name,
@@ -175,15 +180,15 @@ def _fit(
     possible: list[tuple[float, int, dict[str, Any], float | None]] = []
     longest: tuple[int | None, dict[str, Any]] = (0, {})
     for stage, growth in stages:
-        first = growth.in_rows.points[0]
+        first = growth.asked
         cuts = asked.cuts and not stage.whole
         whole = first.tokens * (first.micro_batches if cuts else 1)
         smallest = growth.in_rows.peak(first.tokens, device, beside)
         most = growth.in_rows.most_tokens(room, device, beside, whole)
         cut = max(most // first.tokens, 1) * first.tokens  # whole rows
-        timed = device.sheet is not None or device.timed
-        speed = first.tokens_per_second(device, min(cut, whole)) if timed else None
         if smallest <= room and not stage.begins_with:
+            timed = device.sheet is not None or device.timed
+            speed = first.tokens_per_second(device, min(cut, whole)) if timed else None
             budget = {} if cut >= whole else {"tokens_per_microbatch": cut}
             peak = growth.in_rows.peak(cut, device, beside)
             possible.append((-(speed or 0), peak, {**stage.options, **budget}, speed))
@@ -197,9 +202,11 @@ def _fit(
     if possible:
         _, peak, settings, speed = min(possible, key=lambda each: each[0])
         return Fit(way.name, written | settings, peak, room, speed, longest[0], written | longest[1])
-    least = [(each.in_rows.peak(each.in_rows.points[0].tokens, device, beside), stage) for stage, each in stages]
-    peak, stage = min(least, key=lambda each: each[0])
-    return Fit(way.name, written | dict(stage.options), peak, room, None, longest[0], written | longest[1])
+    least = [(each.in_rows.peak(each.asked.tokens, device, beside), stage, each.asked) for stage, each in stages]
+    peak, stage, rows = min(least, key=lambda each: each[0])
+    cut = peak <= room and asked.cuts and not stage.whole and rows.micro_batches > 1
+    settings = {**stage.options, **({"tokens_per_microbatch": rows.tokens} if cut else {})}
+    return Fit(way.name, written | settings, peak, room, None, longest[0], written | longest[1])
 
 
 def _parameters(run: PlannedRun, model: str) -> int:

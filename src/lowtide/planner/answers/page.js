@@ -1,40 +1,64 @@
 const grid = JSON.parse(document.getElementById("grid").textContent), at = id => document.getElementById(id);
-const MIB = 1048576, MOST = 1024, BAND = 1.05, gib = size => (size / 1024 / MIB).toFixed(2) + " GiB";
+const MIB = 1048576, MOST = 1024, gib = size => (size / 1024 / MIB).toFixed(2) + " GiB";
 const count = number => Math.round(number).toLocaleString("en-US");
 
 /* Bytes at some tokens of a micro-batch: the fullest phase, each a line between two traced sizes. */
-function peak(lines, tokens) {
-  const [start, end] = grid.tokens[at("method").value], share = Math.max(0, (tokens - start) / (end - start));
+function peak(lines, tokens, method) {
+  const [start, end] = grid.tokens[method], share = Math.max(0, (tokens - start) / (end - start));
   return Math.max(...lines.map(([low, high]) => low + share * (high - low))) * MIB;
 }
-function mostTokens(points, room, limit) {
+function mostTokens(lines, room, limit, method) {
   let low = 0, high = limit;
   while (low < high) {
     const middle = Math.ceil((low + high) / 2);
-    if (peak(points, middle) <= room) low = middle; else high = middle - 1;
+    if (peak(lines, middle, method) <= room) low = middle; else high = middle - 1;
   }
   return low;
 }
-/* What fits of one way on one device; a row of a method takes `factor` times its length in tokens. */
+/* Tokens a second of a batch in micro-batches of so many tokens: lines between timed sizes; attention takes longer in
+   longer rows. */
+function speedOf(timed, tokens, batch, sequence, method) {
+  const sizes = grid.timed[method], last = sizes.length - 1, attention = timed[last + 1], once = timed[last + 2];
+  let k = 1;
+  while (k < last && tokens > sizes[k]) k += 1;
+  const share = Math.max(0, (tokens - sizes[k - 1]) / (sizes[k] - sizes[k - 1]));
+  const alone = timed[k - 1] + share * (timed[k] - timed[k - 1])
+    + attention * tokens / sizes[last] * (sequence / grid.row - 1);
+  return 1000 * batch / (alone * batch / tokens + once);
+}
+/* Tokens of a row, and of its longest sequence: of a pair each part, its prompt too, has half of the length. */
+function sizesOf(asked) {
+  const parts = grid.parts[asked.method], half = Math.max(1, Math.floor(asked.length / 2));
+  return parts === 1 ? [asked.length, asked.length] : [parts * half, 2 * half];
+}
+/* What fits of one way on one device, with its fastest settings. Rows are not cut. */
 function fit(way, device, asked) {
-  const room = device.memory / BAND - device.context, factor = grid.factors[asked.method];
-  const row = Math.ceil(asked.length * factor), batch = row * asked.rows;
-  const positions = Math.floor(asked.positions * factor);
-  let best = null, longest = 0, least = Infinity;
+  const room = Math.floor(device.memory / (1 + grid.band)) - device.context, [row, sequence] = sizesOf(asked);
+  const batch = row * asked.rows, positions = Math.max(row, Math.floor(asked.positions * row / sequence));
+  let best = null, longest = 0, least = {bytes: Infinity};
   for (const stage of way.stages) {
-    const points = grid.peaks[asked.shape][asked.method][stage.key];
-    if (!points) continue;
-    const smallest = stage.whole ? batch : row, most = mostTokens(points, room, Math.max(batch, positions));
-    least = Math.min(least, peak(points, smallest) + device.context);
-    longest = Math.max(longest, Math.min(positions, stage.whole ? most / asked.rows : most) / factor);
-    if (smallest > most || best) continue;
-    const tokens = Math.min(most, batch), cut = tokens < batch;
-    const speeds = (grid.speeds[asked.shape][asked.method] || {})[stage.key] || [];
-    best = {bytes: peak(points, tokens) + device.context, speed: speeds[device.number],
-      settings: way.written + stage.written + (cut ? " --tokens_per_microbatch " + Math.floor(tokens / 16) * 16 : "")};
+    const lines = grid.peaks[asked.shape][asked.method][stage.key];
+    const timed = grid.seconds[asked.shape][asked.method][stage.key];
+    const smallest = stage.whole ? batch : row, most = mostTokens(lines, room, batch, asked.method);
+    const held = peak(lines, smallest, asked.method) + device.context;
+    if (held < least.bytes) {
+      const alone = smallest < batch ? "--tokens_per_microbatch " + smallest : "";
+      least = {bytes: held, speed: null, settings: way.written + stage.written + alone};
+    }
+    const rows = stage.whole ? asked.rows : 1;
+    if (stage.long) {
+      const those = Math.floor(mostTokens(lines, room, positions * rows, asked.method) / rows);
+      longest = Math.max(longest, Math.min(positions, those));
+    }
+    if (!timed || peak(lines, smallest, asked.method) > room) continue;
+    const cut = Math.max(Math.floor(most / smallest), 1) * smallest, tokens = Math.min(cut, batch);
+    const speed = speedOf(timed[device.number], tokens, batch, sequence, asked.method);
+    if (best && best.speed >= speed) continue;
+    best = {bytes: peak(lines, cut, asked.method) + device.context, speed, settings: way.written + stage.written
+      + (cut < batch ? "--tokens_per_microbatch " + cut : "")};
   }
-  return {fits: !!best, bytes: best ? best.bytes : least, longest: Math.floor(longest), speed: best && best.speed,
-    settings: best && best.settings};
+  const said = best || least, fits = said.bytes <= room + device.context;
+  return {fits, bytes: said.bytes, longest, speed: said.speed, settings: fits ? said.settings : null};
 }
 function row(cells, name) {
   const line = document.createElement("tr");
@@ -112,7 +136,7 @@ function shown(way, found, device, length) {
   part.style.width = Math.min(100, 100 * found.bytes / device.memory) + "%";
   const more = document.createElement("p");
   more.textContent = (found.longest ? "Longest row " + count(found.longest) + " tokens. " : "No row fits. ")
-    + (found.speed ? "Some " + count(found.speed) + " tokens/s where rows have 1,024 tokens. " : "");
+    + (found.speed ? "Some " + count(found.speed) + " tokens/s. " : "");
   box.append(title, bar, more);
   if (found.settings) {
     const typed = command(found.settings, length);

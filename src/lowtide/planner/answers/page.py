@@ -1,8 +1,8 @@
 """A page that answers "what do I need?" without a command line: one HTML file that asks nothing of the network.
 
-Its numbers are a grid that was traced beforehand (`page_grid.json`, written by `python -m bench.page_grid`): for each
-well-known model, method and way to train what each phase holds at two sizes of a micro-batch, between which a small
-script draws lines. The script is all that computes; nothing that anybody types leaves the page.
+Its numbers are the grid that `lowtide gpus` answers from too (`kept_grid`): what each phase holds at two sizes of a
+micro-batch, and how long three sizes take, between which a small script draws lines as the command does. The script is
+all that computes; nothing that anybody types leaves the page.
 """
 
 from __future__ import annotations
@@ -15,17 +15,12 @@ from typing import Any
 
 from lowtide.html_shell import page
 
-GRID, STYLE, SCRIPT = "page_grid.json", "page.css", "page.js"
+STYLE, SCRIPT = "page.css", "page.js"
 
 
 def file_text(name: str) -> str:
     """A file that lies beside this one."""
     return files("lowtide.planner.answers").joinpath(name).read_text(encoding="utf-8")
-
-
-def grid() -> dict[str, Any]:
-    """What was traced beforehand."""
-    return json.loads(file_text(GRID))
 
 
 def html_of(traced: Mapping[str, Any]) -> str:
@@ -35,8 +30,8 @@ def html_of(traced: Mapping[str, Any]) -> str:
                       if name in traced["methods"])  # fmt: skip
     devices = _options([each["name"] for each in traced["devices"]], "RTX-4090")
     body = f"""<h1>What do I need to train it?</h1>
-<p class="about">Predicted by lowtide from traces of a training step without weights, {escape(traced["date"])}. Rank 16
-for LoRA, gradient checkpointing, bfloat16 mixed precision, AdamW; one GPU.</p>
+<p class="about">Predicted by lowtide from traces of a training step without weights, {escape(traced["date"])}. bfloat16
+mixed precision, AdamW, LoRA of rank 16, one GPU. <code>lowtide gpus</code> says the same.</p>
 <form id="asked" onsubmit="return false">
 <label>Model <select id="model">{models}</select></label>
 <label>Method <select id="method">{methods}</select></label>
@@ -50,15 +45,19 @@ for LoRA, gradient checkpointing, bfloat16 mixed precision, AdamW; one GPU.</p>
 <p id="best_more"></p></section>
 <h2 id="ways_title">Ways to train it</h2>
 <div id="ways" class="ways" role="list"></div>
-<h2>The smallest device that works</h2>
+<h2>The smallest GPU with bfloat16 that works</h2>
 <div class="scroll" tabindex="0" role="region" aria-label="Devices"><table id="devices"></table></div>
-<p class="note">All of this is with gradient checkpointing. <code>lowtide gpus</code> also tries settings that take
-less (states and activations on the host, the optimizer in backward) or are faster, so it may find a way where this
-page finds none. A batch that does not fit whole is cut into micro-batches (tokens_per_microbatch), which changes no
-number. 5% of a device are left for what a prediction may miss. Longer rows than the model has positions for are not
-offered. <code>DATA</code> stands for your rows. Speeds are a roofline at the rates of data sheets, for an order of
-magnitude. For your own model, data and settings: <code>lowtide gpus METHOD --model M</code>, <code>lowtide plan
-METHOD --model M --dataset D</code>.</p>
+<p class="note">Each way is tried with lowtide's own techniques, and the fastest settings that fit are shown: adapters
+without gradient checkpointing, then with it, then with activations in host memory and MLPs in tiles; all weights with
+checkpointing, then also with activations and the optimizer's states in host memory and the optimizer in backward, or
+in 16 bits with stochastic rounding. A batch that does not fit whole is cut into micro-batches of whole rows
+(tokens_per_microbatch). But for the ways' own remarks none of this changes a number. Prompts and answers are packed
+without padding, a pair shares its prompt, and no logits of all tokens are ever held.</p>
+<p class="note">5% of a device are left for what a prediction may miss. Longer rows than the model has positions for are
+not offered. A pair has two sequences of the tokens that are chosen, half of them the prompt; its longest row counts all
+of its parts. <code>DATA</code> stands for your rows. Speeds are a roofline at the rates of data sheets, for an order of
+magnitude. For older GPUs, CPUs, your own model, data and settings: <code>lowtide gpus METHOD --model M</code>,
+<code>lowtide plan METHOD --model M --dataset D</code>, which searches among more settings.</p>
 <noscript><p class="note">This page computes with JavaScript, which is switched off here; <code>lowtide gpus</code>
 answers on a command line.</p></noscript>
 <script type="application/json" id="grid">{_embedded(traced)}</script>"""

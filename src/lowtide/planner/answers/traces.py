@@ -65,6 +65,15 @@ class Traces:
     """By way, why it could not be traced on any kind."""
     notes: tuple[str, ...]
 
+    def beside(self, others: Traces) -> Traces:
+        """With those of other kinds of devices."""
+        return Traces(
+            {**self.ways, **others.ways},
+            {**self.growths, **others.growths},
+            {**self.refused, **others.refused},
+            (*self.notes, *others.notes),
+        )
+
 
 def traces_of(
     runs: Mapping[str, PlannedRun],
@@ -227,4 +236,4 @@ def _growth(points: Mapping[str, Point]) -> Growth:
     first = points[ASKED]
     larger = {size: each for size, each in points.items() if each.tokens > first.tokens}
     rows, long = (Curve([first, *([larger[size]] if size in larger else [])]) for size in (HALF, LONGER))
-    return Growth(rows if HALF in larger else long, long if LONGER in larger else rows)
+    return Growth(rows if HALF in larger else long, long if LONGER in larger else rows, first)

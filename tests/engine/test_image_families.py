@@ -43,7 +43,6 @@ UNKNOWN = {
     "blip-2": "has no head",
     "granite4_vision": "encodes images in a way that lowtide does not know",
     "hunyuan_vl": "counts the positions of images in a way that lowtide does not know",
-    "llama4": "has no head",
     "minicpm_ocr": "does not know how model type minicpm_ocr reads them",
     "minicpmv4_6": "does not know how model type minicpmv4_6 reads them",
     "minicpmv4_7": "counts the positions of images in a way that lowtide does not know",

@@ -40,6 +40,8 @@ TYPES = ("mm_token_type_ids", "token_type_ids")
 """Arguments of a model's forward that say which tokens are of images, 1, and which are text, 0."""
 PACKS_TILES = ("idefics3", "smolvlm")
 """Model types whose tower takes the tiles of all images end to end, each with the mask of its pixels."""
+PROJECTS_LATER = ("llama4",)
+"""Model types whose forward reads the states of the tower, and projects them itself."""
 
 RUNS_TOWER = "_lowtide_runs_tower"
 """The attribute of a model that says whether its tower runs in forwards that show no image too."""
@@ -197,7 +199,8 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
         ValueError: the tower gives another number of features than there are tokens, or none that are known.
     """
     outputs = [_encoded(model, inputs) for inputs in images.inputs]
-    if getattr(outputs[0], "pooler_output", None) is None:
+    read_as = "last_hidden_state" if model.config.model_type in PROJECTS_LATER else "pooler_output"
+    if getattr(outputs[0], read_as, None) is None:
         raise ValueError(f"model type {model.config.model_type} encodes images in a way that lowtide does not know")
 
     def placed(read: Callable[[Any], Any]) -> Any:
@@ -209,9 +212,9 @@ def encoded_images(model: Any, images: ShownImages) -> dict[str, Any]:
     layers = len(getattr(outputs[0], "deepstack_features", None) or ())
     found = copy.copy(outputs[0])
     for name in ("last_hidden_state", "hidden_states", "attentions"):
-        if getattr(found, name, None) is not None:
+        if name != read_as and getattr(found, name, None) is not None:
             setattr(found, name, None)  # large, and not read
-    found.pooler_output = placed(lambda output: output.pooler_output)
+    setattr(found, read_as, placed(lambda output: getattr(output, read_as)))
     if layers:
         found.deepstack_features = [placed(lambda output, n=n: output.deepstack_features[n]) for n in range(layers)]
     return {"image": found}

@@ -7,6 +7,8 @@ methods are class methods: a head has no state, the weights are the model's.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -322,6 +324,21 @@ def at_least_float32(values: Tensor) -> Tensor:
 def body(model: PreTrainedModel) -> nn.Module:
     """All of the model but its head; Llama 4 names a prefix that it has no attribute for."""
     return model.base_model if model.base_model is not model else getattr(model, "model", model)
+
+
+def language_model_within(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The language model that a model without a body of its own runs, head included, behind its vision tower (Llama 4);
+    None of any other. BLIP-2's is called by a forward that wants pixels, and is none."""
+    inner: Any = getattr(model, "language_model", None)
+    if body(model) is not model or not isinstance(inner, PreTrainedModel) or body(inner) is inner:
+        return None
+    return None if _wants_pixels(type(model)) else inner
+
+
+@functools.cache
+def _wants_pixels(kind: type[PreTrainedModel]) -> bool:
+    pixels = inspect.signature(kind.forward).parameters.get("pixel_values")
+    return pixels is not None and pixels.default is pixels.empty
 
 
 def is_one_of(model: nn.Module, names: Collection[str]) -> bool:

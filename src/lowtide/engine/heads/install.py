@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lowtide.compat.transformers import load_balancing_loss
 from lowtide.engine.heads import head_of
-from lowtide.engine.heads.head import HIDDEN, Head, ScoreOutput, Scores, body
+from lowtide.engine.heads.head import HIDDEN, Head, ScoreOutput, Scores, acting_as, body, language_model_within
 from lowtide.engine.images import IMAGES, encoded_images
 from lowtide.engine.over_ranks.split_plan import SplitPlan
 from lowtide.engine.over_ranks.stage import stage_of
@@ -71,11 +71,14 @@ def _forward_scores(
 
 
 def _run_body(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """What the model gives but for its head, hidden states first; T5 has its two stacks side by side, without a module
-    around them."""
+    """What the model gives but for its head, hidden states first. Llama 4 runs a language model with its head; T5 has
+    its two stacks side by side, without a module around them."""
     if (inner := body(model)) is not model:
         return inner(*args, **kwargs, use_cache=False)
     both: Any = model
+    if (within := language_model_within(model)) is not None:
+        with acting_as(within, functools.partial(body(within))):
+            return type(both).forward(both, *args, **kwargs, use_cache=False)
     tokens, targets = kwargs.pop("input_ids"), kwargs.pop("decoder_input_ids")
     mask = kwargs.pop("attention_mask", None)
     encoded = both.get_encoder()(input_ids=tokens, attention_mask=mask, **kwargs)[0]

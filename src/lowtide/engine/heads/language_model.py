@@ -22,7 +22,17 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lowtide.compat.torch import unread_in_backward
-from lowtide.engine.heads.head import Head, ScoreOutput, Scores, Stats, acting_as, body, is_one_of, own_call
+from lowtide.engine.heads.head import (
+    Head,
+    ScoreOutput,
+    Scores,
+    Stats,
+    acting_as,
+    body,
+    is_one_of,
+    language_model_within,
+    own_call,
+)
 from lowtide.engine.heads.head_parts import HeadParts, head_parts, head_terms, projection_of, teacher_terms
 from lowtide.engine.heads.own_head import layers_before_head, own_head
 from lowtide.engine.weights.sharded.split_vocabulary import split_of
@@ -70,7 +80,8 @@ class LanguageModel(Head):
             return "is a masked language model, which does not predict the token that follows"
         if is_encoder(inner.config):
             return "is an encoder, whose tokens see those after them (is_decoder is False in its config)"
-        if body(inner) is not inner and inner.get_output_embeddings() is not None:
+        has_body = body(inner) is not inner or language_model_within(inner) is not None
+        if has_body and inner.get_output_embeddings() is not None:
             return None
         return "has no language-modelling head, so that it gives no log-probabilities"
 

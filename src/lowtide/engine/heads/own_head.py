@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
-from lowtide.engine.heads.head import acting_as, body
+from lowtide.engine.heads.head import acting_as, body, language_model_within
 
 VALUE_HEAD = "value_head"
 """The module that gives values, which may stand beside a language model's head (`engine.heads.token_value`)."""
@@ -23,6 +23,7 @@ def layers_before_head(model: PreTrainedModel) -> bool:
     """
     if model.config.is_encoder_decoder:
         return False
+    model = language_model_within(model) or model
     ends = (body(model), model.get_output_embeddings(), getattr(model, VALUE_HEAD, None))
     return any(any(True for _ in module.parameters(recurse=False)) for module in _outside(model, ends))
 
@@ -41,6 +42,7 @@ def own_head(model: PreTrainedModel, states: Float[Tensor, "rows 1 hidden"]) -> 
     Args:
         states: what the head is to read; to a head that pools, each is the one token of a row.
     """
+    model = language_model_within(model) or model
     inner: Any = body(model)
 
     def given(*_: Any, **__: Any) -> BaseModelOutputWithPoolingAndCrossAttentions:

@@ -25,7 +25,7 @@ from lowtide.compat.gloo import ShardGather, ShardSum
 from lowtide.compat.torch import fully_sharded_modules, parameters_of_unit, staying_gathered, unread_in_backward
 from lowtide.compat.transformers import checkpointed_layers
 from lowtide.engine.forward import causal_model, install, model_beside, score
-from lowtide.engine.heads.head import body
+from lowtide.engine.heads.head import body, language_model_within
 from lowtide.engine.images import IMAGES, blank_image, running_tower
 from lowtide.engine.weights.quantized import check_shardable
 from lowtide.engine.weights.sharded.split_layers import split_layers
@@ -124,6 +124,7 @@ def units_of(model: nn.Module) -> list[Any]:
 
 def _ends_of(inner: Any, beside: Any = None) -> list[Any]:
     """The embedding of a model, with the heads that are tied to it, and the other heads."""
+    inner = language_model_within(inner) or inner
     embedding = inner.get_input_embeddings()
     own = set(embedding.parameters())
     stacks = (body(inner), *((inner.get_encoder(), inner.get_decoder()) if inner.config.is_encoder_decoder else ()))

@@ -115,10 +115,19 @@ def teacher_for(method: Method, contestant: Contestant, shape: Shape) -> dict[st
 
 
 def in_tokens(dataset: Any, tokenizer: Any) -> Any:
-    """Prepared rows; those of a trainer that renders conversations batch by batch are rendered here."""
+    """Prepared rows; those of a trainer that renders conversations batch by batch are rendered here.
+
+    Such a trainer also computes what the template writes behind the last end of a turn. Nobody reads that, and lowtide
+    leaves it out: neither is credited with it.
+    """
     if "messages" not in dataset.column_names or "input_ids" in dataset.column_names:
         return dataset
-    return dataset.map(lambda row: {"input_ids": tokenizer.apply_chat_template(row["messages"], return_dict=False)})
+
+    def rendered(row: dict[str, Any]) -> dict[str, list[int]]:
+        tokens = tokenizer.apply_chat_template(row["messages"], return_dict=False)
+        return {"input_ids": tokens[: len(tokens) - tokens[::-1].index(tokenizer.eos_token_id)]}
+
+    return dataset.map(rendered)
 
 
 def differences(values: list[float]) -> list[float]:

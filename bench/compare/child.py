@@ -86,6 +86,7 @@ def measure_contestant(spec: dict[str, Any], rows: list[dict[str, Any]] | None =
             callbacks=[timer],
             **reference_for(method, contestant, model),
             **teacher_for(method, contestant, shape),
+            **adapters_for(method),
         )
         result = trainer.train()
         memory = meter.stop()
@@ -112,6 +113,13 @@ def reference_for(method: Method, contestant: Contestant, model: Any) -> dict[st
 def teacher_for(method: Method, contestant: Contestant, shape: Shape) -> dict[str, Any]:
     """The teacher of a method that has one, alike in both libraries."""
     return {"teacher_model": build_teacher(shape, contestant.fastest_attention)} if method.teacher else {}
+
+
+def adapters_for(method: Method) -> dict[str, Any]:
+    """The adapters of a method that trains some, alike in both libraries."""
+    from peft import LoraConfig
+
+    return {"peft_config": LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")} if method.adapters else {}
 
 
 def in_tokens(dataset: Any, tokenizer: Any) -> Any:

@@ -60,6 +60,13 @@ DPO_CONTESTANTS = {
     ),
 }
 
+LORA_CONTESTANTS = {
+    **COMMON,
+    "lowtide-unfused": Contestant(
+        "lowtide", {"fused_layers": False}, remark="layers as transformers and PEFT have them"
+    ),
+}
+
 ON_THE_DATA = {"lmbda": 0.0}
 GKD_CONTESTANTS = {
     "trl": Contestant("trl.experimental.gkd", ON_THE_DATA),

@@ -14,7 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bench.compare.contestants import COMMON, DPO_CONTESTANTS, GKD_CONTESTANTS, SFT_CONTESTANTS, Contestant
+from bench.compare.contestants import (
+    COMMON,
+    DPO_CONTESTANTS,
+    GKD_CONTESTANTS,
+    LORA_CONTESTANTS,
+    SFT_CONTESTANTS,
+    Contestant,
+)
 
 Row = dict[str, Any]
 
@@ -35,6 +42,8 @@ class Method:
     """Whether the model gives one value a row, in place of logits."""
     teacher: bool = False
     """Whether the model learns from another one."""
+    adapters: bool = False
+    """Whether LoRA adapters of all linear layers are trained."""
 
 
 def tokens_of_text(row: Row) -> int:
@@ -52,6 +61,7 @@ def tokens_of_completion(row: Row) -> int:
 
 METHODS = {
     "sft": Method("SFT", "SFTConfig", "SFTTrainer", SFT_CONTESTANTS, tokens_of_text),
+    "sft-lora": Method("SFT with LoRA", "SFTConfig", "SFTTrainer", LORA_CONTESTANTS, tokens_of_text, adapters=True),
     "dpo": Method("DPO", "DPOConfig", "DPOTrainer", DPO_CONTESTANTS, tokens_of_pair, reference=True),
     "gkd": Method("GKD", "GKDConfig", "GKDTrainer", GKD_CONTESTANTS, tokens_of_text, teacher=True),
     "kto": Method("KTO", "KTOConfig", "KTOTrainer", COMMON, tokens_of_completion, reference=True),

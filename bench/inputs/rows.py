@@ -85,6 +85,10 @@ CASES = {
         "gsm8k": Case(gsm8k_rows, gsm8k_source, speed_target=3.5, peak_target=0.2),
         "longtail": Case(longtail_rows, longtail_source, speed_target=3.0, peak_target=0.2),
     },
+    "sft-lora": {
+        "gsm8k": Case(gsm8k_rows, gsm8k_source, speed_target=3.0, peak_target=0.2),
+        "longtail": Case(longtail_rows, longtail_source, speed_target=3.0, peak_target=0.2),
+    },
     "dpo": {
         "gsm8k": Case(gsm8k_pairs, pairs_source, speed_target=5.0, peak_target=0.15),
         "longtail": Case(longtail_pairs, longtail_preferences, speed_target=12.0, peak_target=0.15),

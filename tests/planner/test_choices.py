@@ -15,8 +15,9 @@ DPO = vars(lowtide.DPOConfig(output_dir="run", use_cpu=True))
 SFT = vars(lowtide.SFTConfig(output_dir="run", use_cpu=True))
 
 
-def setting(device: str = "cpu", exact: bool = True, **given) -> Setting:
-    return Setting(names={*DPO, "dtype", "use_peft"}, defaults=DPO, requested=given, device_kind=device, exact=exact)
+def setting(device: str = "cpu", exact: bool = True, layers: int = 24, **given) -> Setting:
+    names = {*DPO, "dtype", "use_peft"}
+    return Setting(names, defaults=DPO, requested=given, device_kind=device, exact=exact, layers=layers)
 
 
 def choices(of: Setting) -> list:
@@ -50,6 +51,18 @@ def test_exact_choices_change_nothing_and_others_say_what_they_change():
 def test_what_a_user_set_is_never_overruled(given):
     for choice in choices(setting("cuda", exact=False, **given)):
         assert not given.keys() & choice.options.keys(), choice
+
+
+@pytest.mark.parametrize(("layers", "every"), [(28, [4, 2, 1.33]), (27, [3, 1.5]), (26, [2]), (61, [2])])
+def test_layers_are_checkpointed_by_parts_that_divide_them(layers, every):
+    some = "checkpointing_every"
+    found = [each for each in choices(setting("cuda", layers=layers)) if some in each.options]
+    assert [each.options[some] for each in found] == every
+    assert [each.between.share for each in found] == pytest.approx([1 / each for each in every], rel=0.01)
+    given = choices(setting("cuda", layers=layers, gradient_checkpointing=True))
+    assert [each.between for each in given if some in each.options] == [None] * len(every), (
+        "one of the two is not there"
+    )
 
 
 def test_the_plain_choice_comes_first_and_is_the_fastest():

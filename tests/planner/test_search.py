@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.planner.estimate import Estimate
-from lowtide.planner.search import Axis, Choice, Measure, Patience, Refused, Search, Sizes, peak_of
+from lowtide.planner.search import Axis, Between, Choice, Measure, Patience, Refused, Search, Sizes, peak_of
 
 ACTIVATIONS = Axis(
     "activations",
@@ -26,7 +26,7 @@ STATES = Axis("states", [Choice("adam"), Choice("away", {"states": "away"}, slow
 LOSSY = Axis("lossy", [Choice("whole"), Choice("rounded", {"rounded": True}, changes="it is rounded")])
 ADAPTERS = Axis("trained", [Choice("all"), Choice("lora", {"lora": True}, 0.5, "another model", last_resort=True)])
 SIZES = Sizes(20, 100)
-KEPT = {"plain": 30.0, "some": 12.0, "full": 2.0}
+KEPT = {"plain": 30.0, "some": 12.0, "a quarter": 23.0, "three quarters": 9.0, "full": 2.0}
 
 
 def traced(phases: Any, rate: float | None = None) -> Estimate:
@@ -102,6 +102,43 @@ def test_what_is_chosen_fits_and_nothing_faster_does(room):
             cost = found.cost(combination, tokens)
             if cost < best.cost * 0.999:
                 assert table.peak(found.options(combination), tokens) > room, (combination, tokens)
+
+
+BETWEEN = Axis(
+    "activations",
+    [
+        Choice("plain"),
+        Choice("a quarter", {"checkpointing": "a quarter"}, 1.1, between=Between("plain", "full", 0.25)),
+        Choice("three quarters", {"checkpointing": "three quarters"}, 1.3, between=Between("plain", "full", 0.75)),
+        Choice("full", {"checkpointing": "full"}, slower=1.4),
+    ],
+    scales=True,
+)
+
+
+@pytest.mark.parametrize("room", [2500, 3300, 4100, 4600, 4900, 5200, 5600, 6100])
+def test_what_lies_between_two_choices_is_told_by_their_traces(room):
+    table = Table(tokens_per_second=100)
+    found = search(table, room, BETWEEN, STATES)
+    (best,) = found.best()
+    assert table.peak(found.options(best.combination), best.tokens) <= room
+    assert best.estimate is not None, "what is chosen was traced"
+    for combination in itertools.product(range(4), range(2)):
+        for tokens in (None, *range(20, 100, 16)):
+            if found.cost(combination, tokens) < best.cost * 0.999:
+                assert table.peak(found.options(combination), tokens) > room, (combination, tokens)
+    assert {choice.name for choice, _ in found.alone()} == {"full", "away"}
+
+
+def test_a_choice_between_two_of_which_one_is_refused_is_passed_over():
+    def refusing(options: Mapping[str, Any], tokens: int | None) -> Estimate:
+        if options.get("checkpointing") == "full":
+            raise Refused("no layers")
+        return Table()(options, tokens)
+
+    found = search(refusing, 4500, BETWEEN)
+    assert not found.best()
+    assert {choice.name for choice, _ in found.alone()} == set()
 
 
 @pytest.mark.parametrize("at_once", [2, 4])

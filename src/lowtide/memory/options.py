@@ -38,7 +38,9 @@ class MemoryOptions:
         "full", "What a checkpointed layer keeps: nothing, attention outputs, or matrix products too.",
         choices=[*POLICIES],
     )  # fmt: skip
-    checkpointing_every: int = option(1, "Checkpoint each so many-th layer; the others keep their activations.", COUNT)
+    checkpointing_every: float = option(
+        1, "Checkpoint one layer in so many (1.5: two of three); the others keep their activations.", Range(least=1)
+    )
     activation_offloading: bool = option(
         False, "Keep what backward needs in host memory (from a GPU) or in a file (from a CPU) until it is needed."
     )
@@ -194,7 +196,7 @@ class MemoryOptions:
             return
         if self.checkpointing_every not in (1, every):
             raise ValueError(
-                f"checkpointing_every={self.checkpointing_every} and every_n_layers={every} in "
+                f"checkpointing_every={self.checkpointing_every:g} and every_n_layers={every} in "
                 "gradient_checkpointing_kwargs are two words for one thing: leave the latter out"
             )
         self.checkpointing_every = every

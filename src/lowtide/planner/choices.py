@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,7 +25,7 @@ from lowtide.planner.answers.assumptions import files_dtype, stored_dtype
 from lowtide.planner.candidate import PlannedRun
 from lowtide.planner.estimate import BANDS
 from lowtide.planner.pieces import Searches, sizes_in_pieces
-from lowtide.planner.search import Axis, Choice, Search, Sizes
+from lowtide.planner.search import Axis, Between, Choice, Search, Sizes
 from lowtide.run.engine import computed_in
 from lowtide.run.options.configs import config_class
 
@@ -33,6 +34,7 @@ TILE = 1024
 CHECKPOINTING = {"gradient_checkpointing": True, "checkpointing_policy": "full", "checkpointing_every": 1}
 PLAIN = {**CHECKPOINTING, "gradient_checkpointing": False, "activation_offloading": False, "mlp_tile_tokens": None}
 FULL = {**PLAIN, **CHECKPOINTING}
+NONE, ALL = "no checkpointing", "gradient checkpointing"
 IN_BACKWARD, TWO_PASSES = "optimizer in backward", "optimizer in backward, two passes"
 LORA = "a LoRA adapter (rank 16) is trained in place of all weights"
 FROZEN_BFLOAT16 = "frozen weights are stored in bfloat16, and so is what passes from layer to layer"
@@ -59,6 +61,7 @@ class Setting:
     """In which weights are loaded, where nobody chooses another."""
     files_dtype: str = ""
     """Of the model's files, where frozen weights can be streamed from them; empty elsewhere."""
+    layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,14 @@ def setting_of(run: PlannedRun) -> Setting:
         streamed=run.streamed,
         dtype=str(stored_dtype(run)).removeprefix("torch."),
         files_dtype=files_dtype(run, computed_in(plain)) if run.peft_config is not None else "",
+        layers=getattr(run.described.get_text_config(), "num_hidden_layers", 0),
     )
 
 
 def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
     """All that may be chosen, each axis with its plain choice first."""
     offered: dict[str, Iterable[Choice]] = {
-        "activations": _activations(sizes),
+        "activations": _activations(sizes, setting.layers),
         "optimizer": [Choice("AdamW"), *_optimizers()],
         "gradients": [Choice("gradients kept to the step"), *_gradients(setting)],
         "states": [Choice("states on the device"), *_states(setting)],
@@ -127,6 +131,9 @@ def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
 def _axis(name: str, choices: Iterable[Choice], setting: Setting) -> Axis:
     """The choices that agree with what was given."""
     left = [_written(each, setting) for each in choices if _agrees(each, setting)]
+    names = {each.name for each in left}
+    alone = [each for each in left if each.between and not names.issuperset(each.between[:2])]
+    left = [replace(each, between=None) if each in alone else each for each in left]
     return Axis(name, left or [Choice("as given")], scales=name == "activations")
 
 
@@ -165,15 +172,15 @@ def _technique(name: str, /, **otherwise: Any) -> Choice:
     return replace(found, **otherwise)
 
 
-def _activations(sizes: Sizes) -> list[Choice]:
+def _activations(sizes: Sizes, layers: int) -> list[Choice]:
     """What is computed again comes on top; of several techniques together nothing but this says how much."""
     offloaded = {**FULL, "activation_offloading": True}
     found = [
-        Choice("no checkpointing", PLAIN),
+        Choice(NONE, PLAIN),
         _technique("checkpointing that keeps products", options={**FULL, "checkpointing_policy": "matmul"}),
-        _technique("checkpointing of every k-th layer", options={**FULL, "checkpointing_every": 2}),
+        *_of_some_layers(layers),
         _technique("checkpointing that keeps attention", options={**FULL, "checkpointing_policy": "attention"}),
-        _technique("gradient checkpointing", options=FULL),
+        _technique(ALL, options=FULL),
         Choice("checkpointing and activation offloading", offloaded, slower=4.3 / 3),
     ]
     tile = min(TILE, 1 << max(0, (sizes.whole // 4).bit_length() - 1))
@@ -184,6 +191,21 @@ def _activations(sizes: Sizes) -> list[Choice]:
             Choice("checkpointing, offloading and tiled MLP", {**offloaded, **tiled}, slower=4.4 / 3),
         ]
     return sorted(found, key=lambda each: each.slower)
+
+
+def _of_some_layers(layers: int) -> Iterator[Choice]:
+    """Quarters of the layers are checkpointed, or thirds, so that layers recur, of which a trace needs few."""
+    parts = next((each for each in (4, 3, 2) if layers % each == 0), 2)
+    every_layer = _technique(ALL).slower
+    for part in range(1, parts):
+        share, every = Fraction(part, parts), Fraction(parts, part)
+        yield _technique(
+            "checkpointing of every k-th layer",
+            name=f"checkpointing of {share.numerator} in {share.denominator} layers",
+            options={**FULL, "checkpointing_every": int(every) if every == int(every) else round(float(every), 2)},
+            slower=1 + float(share) * (every_layer - 1),
+            between=Between(NONE, ALL, float(share)),
+        )
 
 
 def _optimizers() -> list[Choice]:

@@ -56,6 +56,16 @@ Bytes = Mapping[str, Mapping[str, float]]
 """{phase: {category: bytes}} when each phase holds most."""
 
 
+class Between(NamedTuple):
+    """Of a choice that does to some layers what another one does to all, and to the others what a third one does."""
+
+    few: str
+    """The choice that does to the layers what the most are spared."""
+    many: str
+    share: float
+    """Of the layers, those that the second one is done to."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """One way to go, of several that exclude each other."""
@@ -76,6 +86,8 @@ class Choice:
     stores: str = ""
     """What it stores in fewer bits. Of choices that store the same only one is taken: a second does nothing more,
     where factors would multiply."""
+    between: Between | None = None
+    """Two choices of its axis, where it lies between them, so that their traces tell what it does."""
 
 
 @dataclass(frozen=True)
@@ -319,7 +331,7 @@ class Search:
         """Each choice by itself beside plain settings, as far as it works."""
         self._trace_beside(self._every_choice())
         for axis, name in enumerate(self.axes):
-            for number in range(1, len(name.choices)):
+            for number in _by_themselves(name):
                 if self.patience.is_spent and self._missing([(self._only(axis, number), None)]):
                     continue
                 try:
@@ -396,13 +408,14 @@ class Search:
         combination = candidate.combination
         if stage == "hoped":
             alone = [self._only(a, n) for a, n in enumerate(combination) if n and not self.axes[a].scales]
-            wanted = [(each, None) for each in (*alone, self._scaling(combination))]
+            wanted = [(each, None) for each in (*alone, *self._scaling(combination))]
             missing = self._missing([*wanted, (self.plain, self._less)] if further else wanted)
             if missing is not None or not further or (predicted := self._predicted(combination)) is None:
                 return missing
             stage, candidate = "rough", predicted
         if stage == "rough" and candidate.tokens not in (None, self._less):
-            return self._missing([(self._scaling(combination), self._less)])  # after which there may be other tokens
+            # after which there may be other tokens
+            return self._missing([(each, self._less) for each in self._scaling(combination)])
         return self._missing([(combination, candidate.tokens)]) if further or stage == "predicted" else None
 
     def _missing(self, wanted: Sequence[Traced]) -> Traced | None:
@@ -422,7 +435,7 @@ class Search:
     def _every_choice(self) -> list[Traced]:
         """Each by itself, in one micro-batch."""
         axes = enumerate(self.axes)
-        return [(self._only(place, number), None) for place, axis in axes for number in range(1, len(axis.choices))]
+        return [(self._only(place, number), None) for place, axis in axes for number in _by_themselves(axis)]
 
     def _only(self, axis: int, number: int) -> Combination:
         return tuple(number if each == axis else 0 for each in range(len(self.axes)))
@@ -454,8 +467,9 @@ class Search:
         return self._predicted(candidate.combination)
 
     def _trace_less(self, combination: Combination) -> None:
-        with contextlib.suppress(Refused):
-            self.traced(self._scaling(combination), self._less)
+        for each in self._scaling(combination):
+            with contextlib.suppress(Refused):
+                self.traced(each, self._less)
 
     def _states(self, combination: Combination) -> float:
         """The most that is held whatever the tokens and whatever becomes of activations. Where that is too much, the
@@ -507,16 +521,20 @@ class Search:
 
     def _bytes(self, combination: Combination, tokens: int | None) -> Bytes:
         """The line of what scales with the tokens, times what the other choices do in one micro-batch."""
-        found = self._line(self._scaling(combination), tokens)
+        scaling = self._scaling(combination)
+        found = _mixed([(self._line(each, tokens), weight) for each, weight in scaling.items()])
         for axis, number in enumerate(combination):
             if number and not self.axes[axis].scales:
                 alone, plain = self.traced(self._only(axis, number), None), self.traced(self.plain, None)
                 found = _changed(found, plain.phases, alone.phases)
         return found
 
-    def _scaling(self, combination: Combination) -> Combination:
-        """Its choice of the axis that scales, by itself."""
-        return tuple(number if axis.scales else 0 for axis, number in zip(self.axes, combination, strict=True))
+    def _scaling(self, combination: Combination) -> dict[Combination, float]:
+        """Its choice of the axis that scales, by itself; or the two that this lies between, each with its weight."""
+        for place, axis in enumerate(self.axes):
+            if axis.scales:
+                return {self._only(place, each): weight for each, weight in _told_by(axis, combination[place]).items()}
+        return {self.plain: 1.0}
 
     def _line(self, combination: Combination, tokens: int | None) -> Bytes:
         """Gradients wait where a batch is cut, however little: they are of the smaller size."""
@@ -576,11 +594,40 @@ class Search:
         return max(0.0, (1 / low.tokens_per_second - 1 / rate) / (1 / self._less - 1 / self.sizes.whole))
 
     def _factor(self, axis: int, number: int, rate: float | None) -> float:
+        if len(ends := _told_by(self.axes[axis], number)) > 1:
+            return sum(weight * self._factor(axis, each, rate) for each, weight in ends.items())
         alone = self._known.get((self._only(axis, number), None))
         choice, first = self.axes[axis].choices[number], self.axes[axis].choices[0]
         if choice.timed and rate is not None and alone is not None and alone.tokens_per_second is not None:
             return rate / alone.tokens_per_second
         return choice.slower / first.slower
+
+
+def _told_by(axis: Axis, number: int) -> dict[int, float]:
+    """The choices whose traces tell what one of an axis does, with their weights: its own, or two around it."""
+    between = axis.choices[number].between
+    if between is None:
+        return {number: 1.0}
+    names = [choice.name for choice in axis.choices]
+    return {names.index(between.few): 1 - between.share, names.index(between.many): between.share}
+
+
+def _by_themselves(axis: Axis) -> list[int]:
+    """The choices but the plain one that are traced to be known."""
+    return [number for number, choice in enumerate(axis.choices) if number and choice.between is None]
+
+
+def _mixed(found: Sequence[tuple[Bytes, float]]) -> Bytes:
+    """What layers take of which a part does one thing and the rest another, by the weights of each."""
+    if len(found) == 1:
+        return found[0][0]
+    return {
+        phase: {
+            name: sum(weight * each.get(phase, {}).get(name, 0) for each, weight in found)
+            for name in dict.fromkeys(name for each, _ in found for name in each.get(phase, ()))
+        }
+        for phase in dict.fromkeys(phase for each, _ in found for phase in each)
+    }
 
 
 def peak_of(phases: Bytes) -> float:

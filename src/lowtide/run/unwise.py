@@ -141,6 +141,6 @@ def _one_layer_recomputed(args: Any, model: nn.Module) -> str:
     if args.checkpointing_every <= layers:
         return ""
     return (
-        f"checkpointing_every={args.checkpointing_every} is beyond the model's {layers} layers: only the first is "
+        f"checkpointing_every={args.checkpointing_every:g} is beyond the model's {layers} layers: only the first is "
         "recomputed, and the others keep their activations. Lower it, or set gradient_checkpointing=False"
     )

@@ -7,6 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.compat.transformers import checkpointed_layers
 from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
@@ -38,6 +39,15 @@ def run(model, batch):
     torch.manual_seed(4)
     loss_of(model, batch).backward()
     return gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("every", "those"),
+    [(1, "xxxxxxxx"), (1.33, "x.xxx.xx"), (1.5, "x.xx.xx."), (2, "x.x.x.x."), (4, "x...x..."), (99.5, "x.......")],
+)
+def test_layers_are_spread_evenly(every, those):
+    layers = checkpointed_layers(checkpointed(prepared(build(num_hidden_layers=len(those))), every=every))
+    assert "".join(".x"[layer.gradient_checkpointing] for layer in layers) == those
 
 
 @pytest.mark.parametrize("batch", slow_but([shared], [separate, shared]))
@@ -203,7 +213,7 @@ def test_reentrant_is_for_the_full_policy_alone():
 def test_what_cannot_be_done_is_said():
     with pytest.raises(ValueError, match=r"'some'.*full, attention, matmul"):
         set_checkpointing(build(), "some")
-    with pytest.raises(ValueError, match="every 0"):
+    with pytest.raises(ValueError, match="one layer in 0 cannot"):
         set_checkpointing(build(), every=0)
     with pytest.raises(ValueError, match="Linear"):
         set_checkpointing(torch.nn.Linear(2, 2))

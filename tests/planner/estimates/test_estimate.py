@@ -140,11 +140,11 @@ def allocated(case: str, folder: str) -> int:
 
 @pytest.mark.slow
 def test_layers_that_are_checkpointed_in_turn_are_traced_in_turn(tmp_path):
-    args = config_of("SFTConfig", {"checkpointing_every": 2}, str(tmp_path))
-    described = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
+    args = config_of("SFTConfig", {"checkpointing_every": 1.5}, str(tmp_path))
+    described = LlamaConfig(**{**SIZES, "num_hidden_layers": 18})
     run = FakeRun(METHODS["sft"], args, described, Dataset.from_list(rows_of(TEXTS)), prepared=True)
     cpu = device_named("cpu")
-    few, whole = run.traced(cpu), run.traced_layers(12, cpu)
+    few, whole = run.traced(cpu), run.traced_layers(18, cpu)
     assert few.notes == ()
     assert peaks(run_of(few.events, rehearsal=False)) == peaks(run_of(whole.events, rehearsal=False))
     assert {name: each.flops for name, each in few.costs.items()} == {n: c.flops for n, c in whole.costs.items()}

@@ -18,6 +18,7 @@ import contextlib
 import functools
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -64,16 +65,27 @@ POLICIES: dict[str, frozenset[str]] = {
 """By name, the operations whose results a checkpointed layer keeps; it computes everything else again. The later ones
 keep more and compute less again."""
 
+PERIOD = 16
+"""Layers after which those that are checkpointed recur at the latest, where they are a fraction of all."""
+
+
+def checkpointed_share(every: float) -> Fraction:
+    """The layers that are checkpointed, as a share of all: of 1.33 three in four, of 2 one in two."""
+    if every == int(every) or every > PERIOD:
+        return Fraction(1, int(every))
+    return Fraction(1 / every).limit_denominator(PERIOD)
+
 
 def set_checkpointing(
-    model: nn.Module, policy: str = "full", every: int = 1, kwargs: dict[str, Any] | None = None
+    model: nn.Module, policy: str = "full", every: float = 1, kwargs: dict[str, Any] | None = None
 ) -> int:
     """Sets what each layer keeps; for a model whose checkpointing transformers has enabled.
 
     Args:
         model: of transformers, wrapped or not.
         policy: one of `POLICIES`.
-        every: each so many-th layer is checkpointed, the first among them; the others keep all that they compute.
+        every: one layer in so many is checkpointed, evenly spread and the first among them; the others keep all that
+            they compute.
         kwargs: of `torch.utils.checkpoint.checkpoint`; by default `{"use_reentrant": False}`.
 
     Returns:
@@ -87,7 +99,9 @@ def set_checkpointing(
     if policy not in POLICIES:
         raise ValueError(f"unknown checkpointing policy {policy!r}: choose one of {', '.join(POLICIES)}")
     if every < 1:
-        raise ValueError(f"every {every}-th layer cannot be checkpointed: give 1 for all, 2 for every second, ...")
+        raise ValueError(
+            f"one layer in {every:g} cannot be checkpointed: give 1 for all, 1.5 for two of three, 2 for every second"
+        )
     if POLICIES[policy] and options["use_reentrant"]:
         raise ValueError(
             f"the checkpointing policy {policy!r} keeps some results, which reentrant checkpointing cannot: set "
@@ -102,10 +116,11 @@ def set_checkpointing(
         )
     if POLICIES[policy]:
         options["context_fn"] = functools.partial(_contexts, POLICIES[policy])
+    share = checkpointed_share(every)
     for number, layer in enumerate(layers):
-        layer.gradient_checkpointing = number % every == 0
+        layer.gradient_checkpointing = number * share.numerator % share.denominator < share.numerator
         checkpoint_by(layer, functools.partial(checkpoint, **options))
-    return len(range(0, len(layers), every))
+    return sum(layer.gradient_checkpointing for layer in layers)
 
 
 def _contexts(kept: frozenset[str]) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:

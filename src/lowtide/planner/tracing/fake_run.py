@@ -35,6 +35,7 @@ from lowtide.engine.weights.labels import set_labels, set_problem
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.reference_storage import STORAGES
 from lowtide.memory.activations import offloading
+from lowtide.memory.activations.checkpointing import checkpointed_share
 from lowtide.memory.allocators import host_heap
 from lowtide.memory.optimizers.states import IN_BFLOAT16, optimizer_name, states_of, wants_room
 from lowtide.methods.method import Method
@@ -334,7 +335,9 @@ class FakeRun:
     @property
     def _together(self) -> int:
         """After so many layers a run does the same again."""
-        return self.config.checkpointing_every if self.config.gradient_checkpointing else 1
+        if not self.config.gradient_checkpointing:
+            return 1
+        return checkpointed_share(self.config.checkpointing_every).denominator
 
     def _run(
         self, trace: StorageTrace, fake: FakeTensorMode, layers: int, device: Device, sequence: TracedSlice | None

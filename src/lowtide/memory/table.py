@@ -9,7 +9,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowtide.compat.torch import PARTITIONED
 from lowtide.memory.activations.attention_heads import install_attention_heads
@@ -162,19 +161,20 @@ def _fusing_refused(site: Site) -> str | None:
 
 
 def _fusing_left(site: Site) -> str | None:
-    """Why layers run as they were where they are to be fused only where that helps: on a GPU, and on a CPU where
-    adapters are trained in float32, as it is measured."""
+    """Why layers run as they were where they are to be fused only where that helps: on a GPU, and on a CPU in float32,
+    as it is measured."""
     if site.options.fused_layers:
         return None
-    target = target_of(next(site.model.parameters()))
-    pays = target.kind == "cuda" or (target.kind == "cpu" and _adapts_float32(site.model))
-    return _why_not_fused(site) if pays else ""
+    if target_of(next(site.model.parameters())).kind == "cuda":
+        return _why_not_fused(site)
+    return _why_not_fused(site) if _in_float32(site) else ""
 
 
-def _adapts_float32(model: nn.Module) -> bool:
-    """Whether most of a model is frozen, and what is trained is in float32."""
-    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    return trained == {torch.float32} and not all(parameter.requires_grad for parameter in model.parameters())
+def _in_float32(site: Site) -> bool:
+    """Whether a CPU trains and computes in float32 alone."""
+    if target_of(next(site.model.parameters())).kind != "cpu" or _mixed(site.options) is not None:
+        return False
+    return {parameter.dtype for parameter in site.model.parameters()} == {torch.float32}
 
 
 def _why_not_fused(site: Site) -> str | None:

@@ -2,7 +2,7 @@
 
 Speed and memory depend on a model's shape, not on what it knows. `llama-22m` spends most of its parameters on
 the vocabulary, as small models do, so that two CPU cores show what the head costs. The Qwen shapes are the published
-ones (config.json of Qwen/Qwen2.5-0.5B, Qwen/Qwen2.5-7B and Qwen/Qwen3-8B), and so are those of Llama-2-7B and of
+ones (config.json of Qwen/Qwen2.5-0.5B, 1.5B and 7B, and of Qwen/Qwen3-8B), and so are those of Llama-2-7B and of
 Llama-3.1 with 8B, 70B and 405B, without the scaling of their rotary embeddings.
 """
 
@@ -45,6 +45,13 @@ QWEN_05B = {
     "max_position_embeddings": 32_768,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
     "tie_word_embeddings": True,
+}
+
+QWEN_15B = QWEN_05B | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
 }
 
 QWEN_7B = {

@@ -552,10 +552,18 @@ class ActiveTechniques:
 
     def __init__(self, site: Site, techniques: Sequence[Technique] | None = None) -> None:
         self.site, self.techniques = site, active(site.options) if techniques is None else list(techniques)
+        self._idle: dict[str, str | None] = {}
+
+    def idle(self, technique: Technique) -> str | None:
+        """Why a technique does nothing at the site, as it was when that was first asked: once weights are sharded all
+        ranks would have to ask."""
+        if technique.name not in self._idle:
+            self._idle[technique.name] = technique.idle(self.site)
+        return self._idle[technique.name]
 
     @property
     def _working(self) -> list[Technique]:
-        return [technique for technique in self.techniques if technique.idle(self.site) is None]
+        return [technique for technique in self.techniques if self.idle(technique) is None]
 
     def prepare(self) -> None:
         """Refuses what cannot work at the site, and changes the model for the rest.

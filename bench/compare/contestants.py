@@ -42,9 +42,16 @@ COMMON = {
     ),
 }
 """Both libraries by their defaults, which recompute in backward, and where there is room for not doing so."""
-
+UNFUSED = {
+    "lowtide-unfused": Contestant(
+        "lowtide", {"fused_layers": False}, remark="layers as transformers and PEFT have them"
+    ),
+}
+"""Beside what the defaults are for models of Llama's form."""
+LORA_CONTESTANTS = {**COMMON, **UNFUSED}
 SFT_CONTESTANTS = {
     **COMMON,
+    **UNFUSED,
     "lowtide": Contestant("lowtide", against="trl-best"),
     "trl-best": Contestant("trl", {"padding_free": True, "max_length": None}, fastest_attention=True),
     "trl-packing": Contestant("trl", {"packing": True}, rows=PACKED_BATCH),
@@ -57,13 +64,6 @@ DPO_CONTESTANTS = {
         "lowtide",
         {"precompute_ref_log_probs": True},
         remark="the reference's log-probs are computed before the first step, and that time is not counted",
-    ),
-}
-
-LORA_CONTESTANTS = {
-    **COMMON,
-    "lowtide-unfused": Contestant(
-        "lowtide", {"fused_layers": False}, remark="layers as transformers and PEFT have them"
     ),
 }
 

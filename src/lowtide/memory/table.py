@@ -281,7 +281,7 @@ TECHNIQUES: dict[str, Technique] = {
         ),
         Technique(
             "checkpointing of every k-th layer",
-            "activations of one layer in k, which may be a fraction",
+            "activations of one layer in k",
             {"checkpointing_every": 2},
             is_on=lambda options: options.checkpointing_every > 1,
             chosen=Choosing("activations", 3.5 / 3),

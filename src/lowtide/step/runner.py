@@ -22,6 +22,7 @@ from lowtide.engine.forward import causal_model
 from lowtide.engine.heads.head import ScoreOutput, body
 from lowtide.engine.layers.noise import set_noise
 from lowtide.engine.vision import stop_at_frozen_tower
+from lowtide.memory.kernels.fused_layers import unfused
 from lowtide.memory.table import ActiveTechniques
 from lowtide.methods.method import Objective, Scorer
 from lowtide.ops.attention.piece_keys import KeyPlace, OnDevice
@@ -390,5 +391,6 @@ class StepRunner:
         parts = parts_of(batch, self.limits_of(batch), self.device)
         findings = ("; ".join(filter(None, Chain(part).scores(find))) for part in parts)
         nothing = "a second forward of it is finite" + (", and another rank's may not be" if distributed() else "")
-        number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, nothing))
+        with unfused(self.model):
+            number, found = next(((n, f) for n, f in enumerate(findings) if f), (0, nothing))
         return f"Micro-batch {number}: {found}"

@@ -146,6 +146,18 @@ def fuse_layers(model: nn.Module, computed_in: torch.dtype | None = None) -> Cal
     return undo
 
 
+@contextlib.contextmanager
+def unfused(model: nn.Module) -> Iterator[None]:
+    """While it lasts, fused layers run module by module, for who watches their modules."""
+    fused = [layer for layer in checkpointed_layers(model) if getattr(layer.forward, "__func__", None) is _forward]
+    forwards = [vars(layer).pop("forward") for layer in fused]
+    try:
+        yield
+    finally:
+        for layer, forward in zip(fused, forwards, strict=True):
+            layer.forward = forward  # type: ignore[method-assign]
+
+
 def why_not_fused(model: nn.Module, computed_in: torch.dtype | None = None) -> str | None:
     """Why none of a model's layers can be fused; None if some may be. Arguments as `fuse_layers` takes them."""
     layers: list[Any] = list(checkpointed_layers(model))

@@ -42,16 +42,14 @@ COMMON = {
     ),
 }
 """Both libraries by their defaults, which recompute in backward, and where there is room for not doing so."""
-UNFUSED = {
-    "lowtide-unfused": Contestant(
-        "lowtide", {"fused_layers": False}, remark="layers as transformers and PEFT have them"
-    ),
+FUSED = {
+    "lowtide-fused": Contestant("lowtide", {"fused_layers": True}, remark="fused layers, which a CPU has when asked"),
 }
-"""Beside what the defaults are for models of Llama's form."""
-LORA_CONTESTANTS = {**COMMON, **UNFUSED}
+"""Beside the defaults of a CPU, for models of Llama's form."""
+LORA_CONTESTANTS = {**COMMON, **FUSED}
 SFT_CONTESTANTS = {
     **COMMON,
-    **UNFUSED,
+    **FUSED,
     "lowtide": Contestant("lowtide", against="trl-best"),
     "trl-best": Contestant("trl", {"padding_free": True, "max_length": None}, fastest_attention=True),
     "trl-packing": Contestant("trl", {"packing": True}, rows=PACKED_BATCH),

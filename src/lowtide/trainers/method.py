@@ -268,6 +268,10 @@ class MethodTrainer(LowtideTrainer):
         """The memory techniques that are on."""
         return self.training_run.active.techniques
 
+    def why_idle(self, technique: Technique) -> str | None:
+        """Why one of them does nothing here, as it was when the run was made; None where it works."""
+        return self.training_run.active.idle(technique)
+
     @property
     def head(self) -> type[Head]:  # type: ignore[override]
         """What the method reads off the model's hidden states."""

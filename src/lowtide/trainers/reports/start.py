@@ -172,7 +172,7 @@ class StartReport(TrainerCallback):
         """The techniques that a user switched on, and what they change."""
         lines = []
         for technique in self.trainer.techniques:
-            idle = self.trainer.training_run.active.idle(technique)
+            idle = self.trainer.why_idle(technique)
             if technique.named and idle != "":
                 exact = f"not exact: {technique.changes}" if technique.changes else "exact"
                 text = f"{exact}; {technique.remark}" if technique.remark else exact

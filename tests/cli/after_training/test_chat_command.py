@@ -175,12 +175,8 @@ def test_a_conversation_that_fills_the_context_says_so(talker, says, capsys, mon
     assert chat.NEW in err
 
 
-def test_a_call_is_shown_and_the_next_line_is_what_it_returns(talker, says, capsys, tmp_path, monkeypatch):
-    """The model calls a tool in its first turn: the tokens that it writes are replaced."""
-    folder = shutil.copytree(talker, tmp_path / "run")
-    (folder / "chat_template.jinja").write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + HERMES_TEMPLATE)
-    file = tmp_path / "tools.json"
-    file.write_text('{"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}')
+def first_a_call(monkeypatch):
+    """The tokens of the first turn are replaced by those of a call; returns the talk, once for each turn."""
     talks = []
 
     def answered(self, ids):
@@ -189,6 +185,16 @@ def test_a_call_is_shown_and_the_next_line_is_what_it_returns(talker, says, caps
 
     said = Talk.answered
     monkeypatch.setattr(Talk, "answered", answered)
+    return talks
+
+
+def test_a_call_is_shown_and_the_next_line_is_what_it_returns(talker, says, capsys, tmp_path, monkeypatch):
+    """The model calls a tool in its first turn: the tokens that it writes are replaced."""
+    folder = shutil.copytree(talker, tmp_path / "run")
+    (folder / "chat_template.jinja").write_text("{% if tools %}{{ tools | tojson }}{% endif %}" + HERMES_TEMPLATE)
+    file = tmp_path / "tools.json"
+    file.write_text('{"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}')
+    talks = first_a_call(monkeypatch)
     says("2 + 2?", "4", "/exit")
     words = ["chat", str(folder), "--max_new_tokens", "3", "--device", "cpu", "--tools", str(file)]
     assert main(words) == 0
@@ -221,14 +227,7 @@ def test_a_named_function_is_called_and_the_model_reads_what_it_returned(
     name = f"tools_of_chat_{fails}".lower()
     (tmp_path / f"{name}.py").write_text(TOOL.replace("a + b", "a / 0") if fails else TOOL)
     monkeypatch.chdir(tmp_path)
-    talks = []
-
-    def answered(self, ids):
-        talks.append(self)
-        said(self, [*self.tokenizer(HERMES)["input_ids"], 2] if len(talks) == 1 else ids)
-
-    said = Talk.answered
-    monkeypatch.setattr(Talk, "answered", answered)
+    talks = first_a_call(monkeypatch)
     says("2 + 2?", "/exit", "never")
     words = ["chat", str(folder), "--max_new_tokens", "3", "--device", "cpu", "--tools", f"{name}.add"]
     assert main(words) == 0

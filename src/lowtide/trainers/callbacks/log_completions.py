@@ -60,13 +60,9 @@ class LogCompletionsCallback(TrainerCallback):
         if state.global_step == self._last_step or not every or state.global_step % every:
             return
         self._last_step = state.global_step
-        accelerator, tokenizer = self.trainer.accelerator, self.trainer.processing_class
-        with accelerator.split_between_processes(prompts_of(self.eval_dataset, tokenizer)) as prompts:
-            model = accelerator.unwrap_model(self.trainer.model_wrapped)
-            completions = write(model, tokenizer, prompts, self.generation_config, args.per_device_eval_batch_size)
-        prompts, completions = gather_object(prompts), gather_object(completions)
-        if accelerator.is_main_process:
-            rows = [(str(state.global_step), *pair) for pair in zip(prompts, completions, strict=True)]
+        pairs = written_pairs(self.trainer, self.eval_dataset, self.generation_config, args.per_device_eval_batch_size)
+        if self.trainer.accelerator.is_main_process:
+            rows = [(str(state.global_step), *pair) for pair in pairs]
             self.table += rows
             show("Completions", COLUMNS, rows, args.report_to, self.table)
 
@@ -98,6 +94,15 @@ def prompts_of(rows: Any, tokenizer: Any) -> list[str]:
         tokenizer.decode([token for token, _ in takewhile(lambda pair: pair[1] == IGNORE, zip(*row, strict=True))])
         for row in zip(rows["input_ids"], rows["labels"], strict=True)
     ]
+
+
+def written_pairs(trainer: Any, rows: Any, config: GenerationConfig | None, batch_size: int) -> list[tuple[str, str]]:
+    """The prompts of rows with what a trainer's model writes to them, each rank to some; all of them on each rank."""
+    accelerator, tokenizer = trainer.accelerator, trainer.processing_class
+    with accelerator.split_between_processes(prompts_of(rows, tokenizer)) as prompts:
+        model = accelerator.unwrap_model(trainer.model_wrapped)
+        completions = write(model, tokenizer, prompts, config, batch_size)
+    return list(zip(gather_object(prompts), gather_object(completions), strict=True))
 
 
 @torch.no_grad()

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from accelerate.utils import gather_object
 from transformers import GenerationConfig, TrainerCallback
 
 from lowtide.run.inputs.loading import model_name
-from lowtide.trainers.callbacks.log_completions import eval_prompts, prompts_of, write
+from lowtide.trainers.callbacks.log_completions import eval_prompts, written_pairs
 
 
 class WeaveCallback(TrainerCallback):
@@ -60,13 +59,9 @@ class WeaveCallback(TrainerCallback):
         if state.global_step == self._last_step:
             return
         self._last_step = state.global_step
-        accelerator, tokenizer = self.trainer.accelerator, self.trainer.processing_class
-        with accelerator.split_between_processes(prompts_of(self.eval_dataset, tokenizer)) as prompts:
-            model = accelerator.unwrap_model(self.trainer.model_wrapped)
-            completions = write(model, tokenizer, prompts, self.generation_config, args.per_device_eval_batch_size)
-        prompts, completions = gather_object(prompts), gather_object(completions)
-        if accelerator.is_main_process:
-            self._log(state.global_step, list(zip(prompts, completions, strict=True)))
+        pairs = written_pairs(self.trainer, self.eval_dataset, self.generation_config, args.per_device_eval_batch_size)
+        if self.trainer.accelerator.is_main_process:
+            self._log(state.global_step, pairs)
 
     def _log(self, step: int, pairs: list[tuple[str, str]]) -> None:
         self._begin()

@@ -62,6 +62,7 @@ class Setting:
     files_dtype: str = ""
     """Of the model's files, where frozen weights can be streamed from them; empty elsewhere."""
     layers: int = 0
+    """Of the model, of which a part may be checkpointed."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from lowtide.ops.layers.adapted_groups import BACKWARD, FORWARD, adapted_groups
 
@@ -45,4 +45,4 @@ def test_it_is_traced_without_values():
     out, low = FORWARD(x, stack, first, second, ENDS)
     weights = (stack, first, second, ENDS)
     for operation, arguments in ((FORWARD, (x, *weights)), (BACKWARD, (out, x, low, *weights))):
-        torch.library.opcheck(operation.default, arguments, test_utils=("test_schema", "test_faketensor"))
+        library.opcheck(operation.default, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -3,8 +3,8 @@
 `x W + (x F) S` for the rows of each group. As products apart, what the adapter adds would be a tensor of the size of
 the output, in forward and once more in backward, and a CPU takes longer to make and add these than to multiply. Here
 each group's is added by the product itself while its rows are in the cache, and the gradients of the adapter are
-multiplied the way round that has long rows. The two operations are torch's own to trace and to keep
-(`torch.library`), so that a plan needs no sizes of groups.
+multiplied the way round that has long rows. The two operations are custom ones of torch, which
+it traces and keeps as it does its own, so that a plan needs no sizes of groups.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from lowtide.demo.continuing import continued, save_beginning, sentence_rows
 from lowtide.demo.data import Question, dialogue_rows, told_rows
 from lowtide.demo.detecting import make_discriminator, most_suspect, with_wrong_digit
 from lowtide.demo.hidden import filled, make_encoder, sum_of_last_digits, text_rows
+from lowtide.demo.judging import judged_rows, judgements, shown, verdict
 from lowtide.demo.model import save
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, triple_rows, wrong_sum
 from lowtide.demo.tagging import marked, predicted_labels, save_tagger, tagged, tagged_rows
@@ -111,6 +112,11 @@ def _tagged(folder: Path, questions: Sequence[Question], name: str, seed: int) -
     found = predicted_labels(folder, questions, seed)
     pairs = zip(questions, found, strict=True)
     return [Finding(marked(question, labels), labels == tagged(question)[1]) for question, labels in pairs]
+
+
+def _judged(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
+    pairs = zip(questions, judgements(folder, questions, seed), strict=True)
+    return [Finding(verdict(found), found == shown(question)["labels"]) for question, found in pairs]
 
 
 def _asked(question: Question) -> Iterator[dict[str, Any]]:
@@ -219,6 +225,16 @@ LESSONS: dict[str, Lesson] = {
         settings=OF_ROWS | {"learning_rate": 4e-3, "per_device_train_batch_size": 128},
         rows=pair_rows,
         head=Value,
+    ),
+    "prm": Lesson(
+        steps=300,
+        settings=OF_ROWS | {"learning_rate": 4e-3, "per_device_train_batch_size": 128},
+        rows=judged_rows,
+        examine=_judged,
+        measure="exact_judgements",
+        words="rightly judged",
+        asked=lambda question: f"{question.left} + {question.right}: {'; '.join(shown(question)['completions'])}",
+        note="the number of the step that is held to be wrong",
     ),
     "token-classification": Lesson(
         steps=240,

@@ -106,6 +106,7 @@ NAMES = [
     "get_quantization_config",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "get_training_chat_template",
     "init_zero_verbose",
     "is_conversational",
     "is_conversational_from_value",

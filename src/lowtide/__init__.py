@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         maybe_convert_to_chatml,
         maybe_extract_prompt,
     )
-    from lowtide.scripts.templates import clone_chat_template, setup_chat_format
+    from lowtide.scripts.templates import clone_chat_template, get_training_chat_template, setup_chat_format
     from lowtide.trainers.callbacks.bema import BEMACallback
     from lowtide.trainers.callbacks.log_completions import LogCompletionsCallback
     from lowtide.trainers.callbacks.merge_model import MergeConfig, MergeModelCallback
@@ -224,6 +224,7 @@ __all__ = [
     "get_quantization_config",
     "get_repetition_penalty_reward",
     "get_soft_overlong_punishment",
+    "get_training_chat_template",
     "init_zero_verbose",
     "is_conversational",
     "is_conversational_from_value",
@@ -275,7 +276,7 @@ _NAMES = {
         *("maybe_apply_chat_template", "maybe_convert_to_chatml", "maybe_extract_prompt"),
     ),
     "lowtide.scripts.chats": ("add_response_schema", "prepare_multimodal_messages", "supports_tool_calling"),
-    "lowtide.scripts.templates": ("clone_chat_template", "setup_chat_format"),
+    "lowtide.scripts.templates": ("clone_chat_template", "get_training_chat_template", "setup_chat_format"),
     "lowtide.trainers.callbacks.bema": ("BEMACallback",),
     "lowtide.trainers.callbacks.log_completions": ("LogCompletionsCallback",),
     "lowtide.trainers.callbacks.merge_model": ("MergeConfig", "MergeModelCallback"),

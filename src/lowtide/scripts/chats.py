@@ -57,14 +57,18 @@ def _is_empty(part: Mapping[str, Any]) -> bool:
     return part["type"] == "image" and "image" not in part
 
 
-def _trial(processing_class: Any, arguments: Any) -> str:
-    """A conversation with a call of a tool and its answer, as the template writes it."""
-    call = {**CALL, "function": {"name": NAME, "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": "hi"},
+def trial_call(arguments: Any = None) -> list[dict[str, Any]]:
+    """A message of the assistant that calls a tool, and the tool's answer."""
+    call = {**CALL, "function": {"name": NAME, "arguments": {KEY: VALUE} if arguments is None else arguments}}
+    return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "name": NAME, "content": ANSWER},
     ]
+
+
+def _trial(processing_class: Any, arguments: Any) -> str:
+    """A conversation with a call of a tool and its answer, as the template writes it."""
+    messages = [{"role": "user", "content": "hi"}, *trial_call(arguments)]
     if hasattr(processing_class, "tokenizer"):
         messages = prepare_multimodal_messages(messages)
     return processing_class.apply_chat_template(messages, tokenize=False)

@@ -9,7 +9,6 @@ JUDGE = (
     "judges completions with another model: derive from BasePairwiseJudge, and pass that as OnlineDPOTrainer's judge"
 )
 VALUE_HEAD = "was for the older PPOTrainer: this one puts a value head on any language model by itself"
-TEMPLATE = "is not needed: assistant_only_loss=True marks or aligns the assistant's turns of any chat template"
 SPEC = "is TRL's: import it from trl.experimental.harbor or .openreward, and give GRPOTrainer its three properties"
 
 ELSEWHERE: dict[str, str] = {
@@ -31,7 +30,6 @@ ELSEWHERE: dict[str, str] = {
         JUDGE,
     ),
     **dict.fromkeys(("HarborSpec", "OpenRewardSpec"), SPEC),
-    "get_training_chat_template": TEMPLATE,
     "add_fused_lm_head": "is not needed: the head of every trainer is fused",
     "ConstantLengthDataset": "was removed from TRL: SFTConfig(packing=True) packs, pack_dataset packs by hand",
     "IterativeSFTConfig": "was removed from TRL: SFTTrainer trains on one dataset after the other",

@@ -1,15 +1,25 @@
-"""Chat templates put on a model and its tokenizer, with the tokens that they write."""
+"""Chat templates: put on a model and its tokenizer, with the tokens that they write, and tried for training."""
 
 from __future__ import annotations
 
+import functools
+import logging
+import warnings
+from collections.abc import Iterator
 from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lowtide.data.encode.chat import adopt_chat_template
+from lowtide.data.encode.chat import ChatEncoder, adopt_chat_template
+from lowtide.data.formats.conversation import Message, assistant_turns
+from lowtide.data.formats.reading import ChatSample, RowPlace
 from lowtide.engine.forward import embedding_weight
+from lowtide.scripts.chats import ANSWER, VALUE, supports_tool_calling, trial_call
+
+logger = logging.getLogger(__name__)
 
 START, END = "<|im_start|>", "<|im_end|>"
+ROLES = ("user", "assistant")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' "
     "+ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -85,3 +95,83 @@ def _end_at(token: Any, model: PreTrainedModel) -> None:
     generation = getattr(model, "generation_config", None)
     if generation is not None and model.can_generate():
         generation.eos_token_id = token
+
+
+def get_training_chat_template(processing_class: Any = None, tokenizer: Any = None) -> str | None:
+    """None: a tokenizer's or processor's own template is fit for training with `assistant_only_loss`, which takes the
+    assistant's turns as they are generated, or by the template's `{% generation %}` marks. TRL's gives a template with
+    such marks where the own one has none; here it is tried on conversations whether it needs them.
+
+    Args:
+        tokenizer: TRL's older name of `processing_class`.
+
+    Raises:
+        ValueError: it is not fit: says why, and what to do. Where answers with thoughts alone are fit, it is a warning.
+        TypeError: both are given, or neither.
+    """
+    if (processing_class is None) == (tokenizer is None):
+        raise TypeError("get_training_chat_template takes one tokenizer or processor, as processing_class")
+    if tokenizer is not None:
+        warnings.warn("get_training_chat_template: tokenizer= is called processing_class by now", FutureWarning, 2)
+    whole: Any = tokenizer if processing_class is None else processing_class
+    own = getattr(whole, "tokenizer", whole)
+    template = None if own is whole else whole.chat_template
+    template = template["default"] if isinstance(template, dict) else template
+    trials = {"a conversation": _talk()}
+    if supports_tool_calling(whole):
+        trials["a conversation with a tool's call"] = _talk_with_a_call()
+    for which, (messages, said) in trials.items():
+        trial = functools.partial(_try, own, template, said=said, in_parts=own is not whole)
+        try:
+            trial(messages, which)
+        except ValueError as error:
+            try:
+                trial(_with_thoughts(messages), f"{which} with thoughts")
+            except ValueError:
+                raise error from None
+            logger.warning("%s. With a thought before each answer (reasoning_content) it can", error)
+    return None
+
+
+def _try(
+    tokenizer: Any, template: str | None, messages: list[Message], which: str, *, said: dict[str, bool], in_parts: bool
+) -> None:
+    """Refuses a template of which other words are scored than those that the assistant says."""
+    source, trial = f"{which} made for a trial", ChatSample(messages)
+    encoder = ChatEncoder.for_rows(trial, tokenizer, template, source, in_parts=in_parts, by_turns=True)
+    scored = "".join(_scored(encoder, trial, RowPlace(source, [0])))
+    for words, by_assistant in said.items():
+        if by_assistant != (words in scored):
+            raise ValueError(
+                f"{source}: the chat template's {{% generation %}} marks {'leave out' if by_assistant else 'cover'} "
+                f"{words!r}, which the assistant {'says' if by_assistant else 'does not say'}: mend them, or take "
+                "a template without marks, of which the assistant's turns are taken as they are generated"
+            )
+
+
+def _talk() -> tuple[list[Message], dict[str, bool]]:
+    """A conversation, and whether the assistant says these words of it."""
+    said = {"asks once": False, "answers once": True, "asks again": False, "answers again": True}
+    return [{"role": ROLES[own], "content": words} for words, own in said.items()], said
+
+
+def _talk_with_a_call() -> tuple[list[Message], dict[str, bool]]:
+    """The same with a call of a tool, which the assistant writes, and what the tool says."""
+    messages, said = _talk()
+    return [messages[0], *trial_call(), *messages[1:]], {**said, VALUE: True, ANSWER: False}
+
+
+def _with_thoughts(messages: list[Message]) -> list[Message]:
+    return [{**each, **({"reasoning_content": "thinks"} if each["role"] == ROLES[1] else {})} for each in messages]
+
+
+def _scored(encoder: ChatEncoder, trial: ChatSample, place: RowPlace) -> Iterator[str]:
+    """What is scored of a conversation."""
+    if encoder.has_marks:
+        [ids], [mask] = encoder.encode_with_turns([trial], place)
+        yield str(encoder.tokenizer.decode([token for token, weight in zip(ids, mask, strict=True) if weight]))
+        return
+    [rows] = encoder.encode_rounds([trial], [assistant_turns(trial.messages)], place)
+    for row in rows:
+        for begin, end in row.turns:
+            yield str(encoder.tokenizer.decode(row.token_ids[begin:end]))

@@ -88,6 +88,20 @@ def test_a_context_is_computed_once_for_its_choices_and_forwards_keep_their_limi
     assert sizes == [34, 34, 32, 25]
 
 
+def test_a_context_is_encoded_once_for_its_choices(talker, monkeypatch):
+    _, ours = backends(talker)
+    encoded, own = [], ours.tokenizer.encode
+
+    def seen(text, **named):
+        encoded.append(text)
+        return own(text, **named)
+
+    monkeypatch.setattr(ours.tokenizer, "encode", seen)
+    ours.loglikelihood(asked(*[("the tide", f" {word}") for word in "abcd"]), disable_tqdm=True)
+    assert encoded.count("the tide") == 1
+    assert len(encoded) == 5
+
+
 def test_rolling_log_probs_and_texts(talker):
     theirs, ours = backends(talker, max_length=48)
     text = words(random.Random(1), 20)

@@ -58,7 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--max_length", type=whole_number(), metavar="N", help="tokens of context and choice (default: the model's)"
     )
     tasks.add_argument(
-        "--tokens_per_batch", type=whole_number(), default=8192, metavar="N", help="of a forward (default: 8192)"
+        "--tokens_per_batch", type=whole_number(), default=4096, metavar="N", help="of a forward (default: 4096)"
     )
     tasks.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     parser.set_defaults(run=run)

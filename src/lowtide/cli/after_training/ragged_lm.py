@@ -8,6 +8,7 @@ the choices' tokens alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -56,6 +57,8 @@ class RaggedLM(HFLM):
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1, **options)
         self.found, self.generator, self.tokens_per_batch = found, generator, tokens_per_batch
         self.computed_tokens = 0
+        # A context stands before each of its choices, which come one after the other.
+        self.tok_encode = functools.lru_cache(maxsize=8)(super().tok_encode)
 
     # -- log-probs -----------------------------------------------------------------------------------------------------
 

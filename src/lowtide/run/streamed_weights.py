@@ -196,19 +196,24 @@ def _in_files(model: nn.Module, weights: list[nn.Parameter], args: Any, what: st
     """
     _check_not_cast(weights, args, what)
     names = {id(p): name for name, p in model.named_parameters()}
+    joins = joined_as_loaded(causal_model(model))
     if isinstance(weights[0], FakeTensor):  # of which as many lie there as transformers leaves as they are
-        joins = joined_as_loaded(causal_model(model))
         in_files = {weight for weight in weights if not joins(names[id(weight)])}
     else:
         in_files = lying_in_files(weights)
     lost = [weight for weight in weights if weight not in in_files]
     if sum(weight.nbytes for weight in lost) > FEW * sum(weight.nbytes for weight in weights):
+        first = names[id(lost[0])]
+        maps = f"base_weights='stream' maps weights from the files that they came from, and {first} of {what} (one of "
+        if joins(first):
+            raise ValueError(
+                f"{maps}{len(lost)}) is none of their tensors: experts are joined as they are loaded. Quantize what is "
+                f"streamed (load_in_4bit=True), {OUT}"
+            )
         raise ValueError(
-            f"base_weights='stream' maps weights from the files that they came from, and {names[id(lost[0])]} of "
-            f"{what} (one of {len(lost)}) does not lie in a file as it is used. It was made or cast in memory: the "
-            "model was not loaded from safetensors, or in another dtype than it is stored in (set dtype), or its "
-            "experts are joined as they are loaded, or its adapters changed it (init_lora_weights). Give the model by "
-            f"name, in the dtype of its files, {OUT}"
+            f"{maps}{len(lost)}) does not lie in a file as it is used. It was made or cast in memory: the model was "
+            "not loaded from safetensors, or in another dtype than it is stored in (set dtype), or its adapters "
+            f"changed it (init_lora_weights). Give the model by name, in the dtype of its files, {OUT}"
         )
     return [weight for weight in weights if weight in in_files]
 

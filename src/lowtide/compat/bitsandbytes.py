@@ -56,6 +56,17 @@ def dense_4_bit(module: Any, dtype: torch.dtype, name: str = "weight") -> Tensor
     return dequantize_4bit(weight.data, blocks).view(state.shape).to(dtype)
 
 
+def multiplied_4_bit(module: Any, dtype: torch.dtype) -> Tensor:
+    """The matrix that bitsandbytes' own product of a layer in 4 bits multiplies by, for activations in a dtype: newer
+    versions make it in that dtype from the start, where older ones make it in the one that the weight once had."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = copy.copy(quant_state(module))
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        state.dtype = dtype
+    return dequantize_4bit(module.weight.data, state).to(dtype)
+
+
 def reads_apart(module: Any, name: str = "weight") -> bool:
     """Whether bitsandbytes would read a weight in 4 bits with others' scales: scales are those of blocks of numbers,
     whichever rows these are of, and on a CPU it begins a block with each row."""

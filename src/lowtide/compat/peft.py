@@ -137,6 +137,20 @@ class PlainLora(NamedTuple):
     dropout: nn.Module
 
 
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a module is a layer of PEFT around another."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)
+
+
+def is_trained_beside(module: nn.Module) -> bool:
+    """Whether a module is PEFT's around one that is trained as a whole beside adapters, or of which rows are."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(module, AuxiliaryTrainingWrapper)
+
+
 LORA_OF_LINEAR = ("Linear", "Linear4bit")
 """The classes of PEFT's LoRA layers whose adapters are beside a matrix, as it is or in 4 bits."""
 

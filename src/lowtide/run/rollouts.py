@@ -531,7 +531,7 @@ class RolloutMaker:
                 batch = rollout.batch()
                 old = torch.where(unknown, self._policy(batch).float().cpu(), old)
             rollout.score_values[OLD] = old
-        others = self.rollout_func is not None or self.options.use_vllm
+        others = self.rollout_func is not None or self.options.written_by_others
         if others and getattr(self.options, "off_policy_mask_threshold", None) is not None:
             sampled = rollout.of_scores("logprobs")
             if not sampled.isnan().all():

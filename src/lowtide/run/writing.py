@@ -5,20 +5,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowtide.engine.forward import causal_model, parted_over
 from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.engine.reference import ReferenceModel
+from lowtide.engine.weights.generation_copy import GenerationCopy
 from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
 from lowtide.engine.weights.sharded.zero import weights_for_writing
+from lowtide.memory.allocators.measure import bytes_text
 from lowtide.memory.allocators.out_of_memory import drop_frames, free_caches, is_out_of_memory
-from lowtide.methods.online.rollouts import RolloutOptions, WritingOptions
+from lowtide.memory.optimizers.states import States, optimizer_name, predict_states
+from lowtide.memory.weights.streaming import stream_of
+from lowtide.methods.online.rollouts import COPIED, RolloutOptions, WritingOptions
 from lowtide.rollout.conversations import Conversations
 from lowtide.rollout.generators.generator import Completion, Generator, HoldsWeights, Request
 from lowtide.rollout.generators.ragged import RaggedGenerator
@@ -74,7 +81,8 @@ class Writer:
         ):
             while True:
                 try:
-                    return self.generator.generate(self.model, requests, sampling, conversations)
+                    written = self.generator.generate(self.model, requests, sampling, conversations)
+                    return [[self._as_known(each) for each in group] for group in written]
                 except Exception as error:
                     is_last = self.waited_for or conversations is not None
                     if not is_out_of_memory(error) or is_last or not self._writes_less(requests):
@@ -82,11 +90,22 @@ class Writer:
                     drop_frames(error)
                 free_caches()
 
+    def _as_known(self, completion: Completion) -> Completion:
+        """A completion, without log-probabilities of the policy where others than the policy's weights wrote it."""
+        if self.options.generation_weights == "merged":
+            completion.plain_logprobs = [math.nan] * len(completion.plain_logprobs)
+        return completion
+
     def _writes_less(self, requests: Sequence[Request]) -> bool:
-        """Halves what is written at a time; False where that is one completion already."""
+        """Writes by no copy of the weights from now on, or halves what is written at a time; False where that is one
+        completion already."""
         generator = self.generator
         if not isinstance(generator, RaggedGenerator):
             return False
+        if generator.copy is not None:
+            generator.copy = None
+            logger.warning("out of memory while writing completions: trained weights write them from now on, no copy")
+            return True
         most = self.options.most_written
         least = max(len(each.prompt_ids) for each in requests) + most
         total = sum(len(each.prompt_ids) + each.count * most for each in requests)
@@ -137,7 +156,93 @@ def make_generator(
         return TransformersGenerator(tokenizer), f"transformers' generate{why}{all_at_once}"
     budget = options.tokens_per_generation_batch
     held = "" if budget is None else f", at most {budget:,} tokens of keys and values at a time"
-    return RaggedGenerator(tokenizer, budget), f"lowtide's own: a prompt is computed once for its completions{held}"
+    chosen = generation_copy(options, model)
+    text = f"lowtide's own: a prompt is computed once for its completions{held}{chosen.text}"
+    return RaggedGenerator(tokenizer, budget, copy=chosen.copy), text
+
+
+class ChosenCopy(NamedTuple):
+    """The copy of its weights that a model writes by, if any, and what there is to say of it."""
+
+    copy: GenerationCopy | None
+    text: str = ""
+
+
+def generation_copy(options: Any, model: nn.Module) -> ChosenCopy:
+    """That of a run.
+
+    Args:
+        options: of the run.
+
+    Raises:
+        ValueError: one is asked for that cannot be made; says why.
+    """
+    device = options.device
+    whole = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    states = partial(predict_states, model, optimizer_name(options))
+    return chosen_copy(options, model, lambda copy: copy.bytes_of(model), states, whole)
+
+
+def chosen_copy(
+    options: Any,
+    model: nn.Module,
+    size_of: Callable[[GenerationCopy], int],
+    states: Callable[[], States],
+    device_bytes: int | None,
+) -> ChosenCopy:
+    """The same, told of the model's sizes.
+
+    Args:
+        device_bytes: of a GPU; None elsewhere.
+    """
+    asked = options.generation_weights
+    if asked == "trained":
+        return ChosenCopy(None, "; by the trained weights themselves")
+    reason = why_no_copy(options, model)
+    if reason is not None and asked in COPIED:
+        raise ValueError(f"generation_weights={asked!r} copies whole weights, and {reason}: leave it at 'auto'")
+    if reason is not None:
+        return ChosenCopy(None, f"; by no copy of the weights, since {reason}")
+    copy = GenerationCopy(merges=asked == "merged")
+    size = size_of(copy)
+    if size == 0:
+        return ChosenCopy(None)
+    if asked == "auto" and not has_room(size, states(), device_bytes, waits=not options.optimizer_in_backward):
+        return ChosenCopy(
+            None,
+            f"; by no copy of the weights, for which there is no room (generation_weights='copy' takes "
+            f"{bytes_text(size)} for it)",
+        )
+    merged = ", adapters merged in 16 bits too, which changes numbers" if copy.merges else ""
+    text = f"; by a copy of the weights in the dtype of products{merged}, gone before the update ({bytes_text(size)})"
+    return ChosenCopy(copy, text)
+
+
+def why_no_copy(options: Any, model: nn.Module) -> str | None:
+    """What keeps weights from being copied to write by, as a clause; None where nothing does."""
+    if stream_of(model) is not None:
+        return "they are streamed"
+    sharding = options.sharding
+    if sharding.cuts_weights or sharding.by_deepspeed or max(sharding.tensor_parallel, sharding.pipeline_parallel) > 1:
+        return "they are cut over ranks, or another engine's"
+    if options.torch_compile:
+        return "compiled layers hold those that they were compiled with"
+    return None
+
+
+def has_room(copied: int, states: States, device_bytes: int | None, *, waits: bool) -> bool:
+    """Whether a copy is made where it is not asked for: in the place of the gradients, which are not there yet while
+    completions are written; or on a GPU of which it takes a half at most, together with weights, gradients and
+    optimizer states.
+
+    Args:
+        copied: its bytes.
+        device_bytes: of a GPU; None elsewhere.
+        waits: whether gradients are held until the step.
+    """
+    if waits and copied <= states.gradients:
+        return True
+    return device_bytes is not None and states.total + copied <= device_bytes // 2
 
 
 def seed_of(*numbers: int) -> int:

@@ -139,6 +139,29 @@ def test_generate_of_transformers_repeats_prompts(tmp_path):
     assert theirs == token * 4 * (11 + 12)
 
 
+def linear_numbers(model: nn.Module) -> int:
+    return sum(each.weight.numel() for each in model.modules() if isinstance(each, nn.Linear))
+
+
+def test_a_copy_to_write_by_is_counted_where_gradients_will_be(tmp_path):
+    found = estimated(tmp_path, bf16=True)
+    policy = AutoModelForCausalLM.from_config(POLICY)
+    assert found.phases["generate"]["weights"] == weight_bytes(policy) + 2 * linear_numbers(policy)
+    assert found.phases["backward"]["weights"] == weight_bytes(policy)
+
+
+@pytest.mark.slow
+def test_a_copy_with_merged_adapters_is_counted_when_asked_for(tmp_path):
+    lora = {"peft_config": LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")}
+    own, merged = (
+        estimated(tmp_path, inputs=lora, generation_weights=each).phases["generate"]["weights"]
+        for each in ("auto", "copy")
+    )
+    policy = AutoModelForCausalLM.from_config(POLICY)
+    layers = sum(each.weight.numel() for each in policy.model.modules() if isinstance(each, nn.Linear))
+    assert merged - own == 4 * layers
+
+
 @pytest.mark.slow
 def test_a_budget_of_keys_lets_prompts_run_beside_what_is_written(tmp_path):
     long = {"max_completion_length": 64, "gradient_checkpointing": False}

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowtide.compat.bitsandbytes import dense_4_bit, quant_state, reads_apart
+from lowtide.compat.bitsandbytes import dense_of, multiplied_4_bit, quant_state, reads_apart
 from lowtide.compat.torch import parts_of
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.float8 import RowScaled
@@ -68,10 +69,44 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> Tensor:
         return rows.dense(dtype)
     if _is_torchao(layer.weight):
         return layer.weight.dequantize().to(dtype)
-    if quant_state(layer) is not None:
-        return dense_4_bit(layer, dtype)
+    if (dense := dense_of(layer)) is not None:
+        return dense(dtype)
     scale = layer.weight.SCB if layer.state.SCB is None else layer.state.SCB
     return layer.weight.data.to(dtype).mul_(scale[:, None] / 127)
+
+
+def product_dtype(layer: Any, computed_in: torch.dtype | None, passed_on: torch.dtype) -> torch.dtype:
+    """In which a quantized layer takes its product.
+
+    Args:
+        computed_in: what autocast takes products in; None: there is none.
+        passed_on: of what goes from layer to layer.
+    """
+    return computed_in or getattr(layer, "compute_dtype", None) or passed_on
+
+
+def multiplied_weight(layer: Any, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs]: the matrix by which a quantized layer multiplies, for a product in a dtype."""
+    if _has_own_forward(layer) or quant_state(layer) is None:
+        return dense_weight(layer, dtype)
+    return multiplied_4_bit(layer, getattr(layer, "compute_dtype", None) or dtype).to(dtype)
+
+
+def dense_twin(layer: Any, weight: Tensor) -> nn.Linear:
+    """A layer that computes with a dense weight what a quantized one does with its own.
+
+    Args:
+        weight: [outputs, inputs], in the dtype of the product.
+    """
+    own, dtype = _has_own_forward(layer), weight.dtype
+    made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
+    made.register_parameter("bias", bias)
+    keeps_dtype = dense_of(layer) is not None or _is_8_bit(layer)
+    if own or keeps_dtype:
+        made.forward = types.MethodType(partial(_dense_forward, keeps_dtype=keeps_dtype, adds_bias=own), made)
+    return made
 
 
 def stored_tensors(model: nn.Module) -> dict[int, list[Tensor]]:
@@ -210,6 +245,10 @@ def _stored(layer: nn.Module, name: str) -> list[Tensor]:
     return [weight, *scales, *(each for beside, each in layer.named_buffers(recurse=False) if beside.startswith(name))]
 
 
+def _has_own_forward(layer: Any) -> bool:
+    return getattr(layer.forward, "__func__", None) is _forward
+
+
 def _is_torchao(weight: Any) -> bool:
     return type(weight).__module__.startswith("torchao.")
 
@@ -232,6 +271,14 @@ def _forward(self: Any, x: Tensor) -> Tensor:
     out = cast(Tensor, _Product.apply(x.to(computed_in), self))
     out = out if self.bias is None else out + self.bias.to(out.dtype)
     return out.to(x.dtype) if of_bitsandbytes else out
+
+
+def _dense_forward(self: nn.Linear, x: Tensor, *, keeps_dtype: bool, adds_bias: bool) -> Tensor:
+    """What a layer with a dense weight computes in the place of a quantized one."""
+    out = F.linear(x.to(self.weight.dtype), self.weight, None if adds_bias else self.bias)
+    if adds_bias and self.bias is not None:
+        out = out + self.bias
+    return out.to(x.dtype) if keeps_dtype else out
 
 
 class _Product(torch.autograd.Function):

@@ -32,6 +32,8 @@ OF_SERVER = (
 )
 """Options that say how a server is asked."""
 BACKENDS = ("auto", "lowtide", "transformers")
+COPIED = ("copy", "merged")
+"""Values of `generation_weights` that ask for a copy."""
 SAMPLED_BY = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop_strings")
 """Keys of `generation_kwargs` that every generator takes."""
 OF_GENERATE = (
@@ -67,6 +69,13 @@ class WritingOptions:
         "auto",
         "Who writes: lowtide where it knows the model's attention, else transformers' generate.",
         choices=[*BACKENDS],
+    )
+    generation_weights: str = option(
+        "auto",
+        "What lowtide's own generator writes by: trained weights themselves (trained), a copy of them in the dtype of "
+        "products (copy), one with adapters merged in 16 bits too, which changes numbers (merged), or copy where there "
+        "is room (auto).",
+        choices=["auto", "trained", *COPIED],
     )
     ds3_gather_for_generation: bool | str | int = option(
         True,
@@ -125,6 +134,12 @@ class WritingOptions:
         if isinstance(self.generation_kwargs, Mapping) and unknown:
             raise ValueError(f"generation_kwargs: {unknown[0]!r} is unknown (it takes {', '.join(known)})")
         others, vllm = ", ".join(self.of_generate), getattr(self, "use_vllm", False)
+        if self.generation_weights in COPIED and (vllm or self.generation_backend == "transformers" or others):
+            who = "use_vllm=True" if vllm else "transformers' generate"
+            raise ValueError(
+                f"generation_weights={self.generation_weights!r} is for lowtide's own generator, and {who} writes: "
+                "leave one of them out"
+            )
         if others and (vllm or self.generation_backend == "lowtide"):
             who = "use_vllm=True" if vllm else "generation_backend='lowtide'"
             raise ValueError(
@@ -236,6 +251,11 @@ class RolloutOptions(WritingOptions):
     def corrects(self) -> bool:
         """Whether ratios take in how the generator's probabilities differ from the policy's."""
         return False
+
+    @property
+    def written_by_others(self) -> bool:
+        """Whether completions are drawn from probabilities that are not the policy's own to rounding."""
+        return self.use_vllm or self.generation_weights == "merged"
 
     @property
     def server_limits(self) -> Limits:
@@ -392,7 +412,9 @@ class RewardedOptions(RolloutOptions):
 class ReferredOptions(RewardedOptions, FollowedReference):
     """Of those among them whose completions are compared with what the reference says of the same tokens."""
 
-    vllm_importance_sampling_correction: bool = option(True, "Weigh by how vLLM's probabilities differ.")
+    vllm_importance_sampling_correction: bool = option(
+        True, "Weigh by how the probabilities of vLLM, or of merged weights, differ."
+    )
 
     @property
     def scores_reference(self) -> bool:
@@ -400,7 +422,7 @@ class ReferredOptions(RewardedOptions, FollowedReference):
 
     @property
     def corrects(self) -> bool:
-        return self.use_vllm and self.vllm_importance_sampling_correction
+        return self.written_by_others and self.vllm_importance_sampling_correction
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from lowtide.data.prompts import TEACHER_IDS
 from lowtide.data.sources.sampling import sampling
 from lowtide.engine.forward import causal_model, embedding_weight
 from lowtide.engine.over_ranks.splitting import split_traced
+from lowtide.engine.weights.generation_copy import GenerationCopy
 from lowtide.engine.weights.labels import set_labels, set_problem
 from lowtide.engine.weights.model_init import model_init
 from lowtide.engine.weights.reference_storage import STORAGES
@@ -46,6 +47,7 @@ from lowtide.planner.speed import OperationCosts
 from lowtide.planner.tracing.described_model import DescribedModel
 from lowtide.planner.tracing.faked import faked
 from lowtide.planner.tracing.following import follow_layers, follow_phases, keys_followed, label, stack_of
+from lowtide.planner.tracing.generation_copies import planned_copy
 from lowtide.planner.tracing.host_memory import followed_to_the_host, weights_go, weights_wait, with_transfers
 from lowtide.planner.tracing.known_results import KnownResults
 from lowtide.planner.tracing.reward_models import NO_REWARD_MODELS, DescribedRewards, make_reward_models
@@ -373,11 +375,13 @@ class FakeRun:
         evaluated = None if evaluated is None else evaluated.map(fake.from_tensor)
         rollout: TracedRollout | TracedCompletions | None = None
         if self.method.writes is not None:
-            rollout = TracedRollout(self.method.writes, runner, self.dataset, trace, layers, rewarding, run.reader)
+            copy = None if self.config.use_vllm else self._copy_of(runner.model, layers, device)
+            made = (self.method.writes, runner, self.dataset, trace, layers, rewarding, run.reader, copy)
+            rollout = TracedRollout(*made)
         elif self.method.taught and run.args.writes:
             tokens = prompts_of(given)
             prompts = [TracedPrompt(*each) for each in zip(tokens, prompt_images(given, tokens), strict=True)]
-            rollout = TracedCompletions(prompts, self._writers(runner, trace, layers, run.reader), trace)
+            rollout = TracedCompletions(prompts, self._writers(runner, trace, layers, run.reader, device), trace)
         self._step(runner, thin.map(fake.from_tensor), evaluated, trace, layers, rollout, step)
         return whole, thin.scores, step.micro_batches
 
@@ -400,19 +404,25 @@ class FakeRun:
         return batch.scores * width * weight.element_size()
 
     def _writers(
-        self, runner: StepRunner, trace: StorageTrace, layers: int, reader: ImageReader | None
+        self, runner: StepRunner, trace: StorageTrace, layers: int, reader: ImageReader | None, device: Device
     ) -> list[TracedWriting]:
         """Who may write the completions of a run that distils: the student, the teacher."""
         options, found = self.config, []
         how = {"options": options, "trace": trace, "position_rule": None if reader is None else reader.position_rule}
         if options.lmbda > 0:
-            found.append(TracedWriting(runner.model, runner.padding_free, layers=layers, **how))
+            copy = self._copy_of(runner.model, layers, device)
+            found.append(TracedWriting(runner.model, runner.padding_free, layers=layers, copy=copy, **how))
         if options.seq_kd and options.lmbda < 1:
             reference: Any = runner.reference
             own = reference.model is runner.model
             count = layers if own else causal_model(reference.model).config.get_text_config().num_hidden_layers
-            found.append(TracedWriting(reference.model, reference.padding_free, layers=count, aside=not own, **how))
+            copy, how["aside"] = self._copy_of(reference.model, count, device), not own
+            found.append(TracedWriting(reference.model, reference.padding_free, layers=count, copy=copy, **how))
         return found
+
+    def _copy_of(self, model: nn.Module, layers: int, device: Device) -> GenerationCopy | None:
+        """Of the weights of a model that writes; None of weights that ranks have parts of."""
+        return None if self.gathers else planned_copy(self.config, model, layers, device)
 
     def _thinned(self, batch: RaggedBatch, device: Device) -> RaggedBatch:
         """Few enough scores for two chunks of the head in each forward, which is all that its peak depends on."""

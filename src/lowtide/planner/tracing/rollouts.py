@@ -26,9 +26,11 @@ from lowtide.engine.forward import COMPUTED_IN, SPLIT_OVER, causal_model, embedd
 from lowtide.engine.heads.head import Head, Scores
 from lowtide.engine.heads.language_model import LanguageModel
 from lowtide.engine.reference import ReferenceModel, logprobs
+from lowtide.engine.weights.generation_copy import GenerationCopy
 from lowtide.methods.online.learning import Learning
 from lowtide.methods.online.rollouts import LongestGroups
 from lowtide.ops.logits.logit_rows import Want
+from lowtide.planner.tracing.generation_copies import traced_copy
 from lowtide.planner.tracing.reward_models import reward_completions
 from lowtide.planner.tracing.trace import StorageTrace
 from lowtide.ragged import PositionRule, RaggedBatch, SegmentImage, Shown
@@ -58,6 +60,7 @@ class TracedWriting:
         layers: of the model that is traced.
         aside: its layers are not those that the trace is of.
         position_rule: how it counts positions on several axes.
+        copy: of its weights, by which it writes.
     """
 
     model: nn.Module
@@ -67,6 +70,7 @@ class TracedWriting:
     layers: int
     aside: bool = False
     position_rule: PositionRule | None = None
+    copy: GenerationCopy | None = None
 
     def run(self, prompts: Sequence[TracedPrompt], each: int, like: RaggedBatch) -> None:
         """Prompts run first, when the keys of completions are not there yet, unless a budget lets prompts in later.
@@ -76,23 +80,39 @@ class TracedWriting:
             each: completions of a prompt.
             like: a batch on fake tensors.
         """
-        count, most = len(prompts) * each, self.options.most_written
         padded = self.options.generation_backend == "transformers" or not self.padding_free
-        if padded or why_not_described(self.model) is not None:  # `generate` repeats a prompt, and pads it
-            longest = len(prompts[0].token_ids)
-            held = self._keys(count * longest)
-            self._run_prompts([prompts[0]] * count, like)
-            del held
-            held = self._keys(count * (longest + most), grows=1.0)
-        else:
-            enter_later = self.options.tokens_per_generation_batch is not None
-            held = self._keys(count * most, grows=0.5) if enter_later else []
-            held += self._keys(padded_tokens([len(prompt.token_ids) for prompt in prompts]))
-            self._run_prompts(prompts, like)
-            held += [] if enter_later else self._keys(count * most, grows=0.5)
+        if padded or why_not_described(self.model) is not None:
+            self._write_padded(prompts, each, like)
+            return
+        with traced_copy(self.copy, self.model, 0 if self.aside else self.layers, self.trace):
+            self._write(prompts, each, like)
+
+    def _write_padded(self, prompts: Sequence[TracedPrompt], each: int, like: RaggedBatch) -> None:
+        """As `generate`, which repeats a prompt, and pads it."""
+        count, longest = len(prompts) * each, len(prompts[0].token_ids)
+        held = self._keys(count * longest)
+        self._run_prompts([prompts[0]] * count, like)
+        del held
+        held = self._keys(count * (longest + self.options.most_written), grows=1.0)
+        self._draw(count)
+        del held
+
+    def _write(self, prompts: Sequence[TracedPrompt], each: int, like: RaggedBatch) -> None:
+        """As lowtide's own generator."""
+        count, most = len(prompts) * each, self.options.most_written
+        enter_later = self.options.tokens_per_generation_batch is not None
+        held = self._keys(count * most, grows=0.5) if enter_later else []
+        held += self._keys(padded_tokens([len(prompt.token_ids) for prompt in prompts]))
+        self._run_prompts(prompts, like)
+        held += [] if enter_later else self._keys(count * most, grows=0.5)
+        self._draw(count)
+        del held
+
+    def _draw(self, count: int) -> None:
+        """The logits of a token of so many completions."""
         vocabulary = embedding_weight(self.model).shape[0]
         logits = [torch.empty(count, vocabulary) for _ in range(LOGITS)]
-        del logits, held
+        del logits
 
     def _keys(self, tokens: int, grows: float = 0.0) -> list[Tensor]:
         """Keys and values of all layers.
@@ -157,6 +177,7 @@ class TracedRollout:
         layers: of the model that is traced.
         rewarding: reward models, on tensors without memory.
         reader: makes the images of prompts ready, for a vision-language model.
+        copy: of the policy's weights, by which it writes.
     """
 
     learning: Learning
@@ -166,6 +187,7 @@ class TracedRollout:
     layers: int
     rewarding: Sequence[nn.Module] = ()
     reader: ImageReader | None = None
+    copy: GenerationCopy | None = None
 
     def run(self, batch: RaggedBatch) -> RaggedBatch:
         """The phases before a step; the batch that it then learns from.
@@ -213,7 +235,13 @@ class TracedRollout:
             return
         rule = None if self.reader is None else self.reader.position_rule
         writing = TracedWriting(
-            self.runner.model, self.runner.padding_free, options, self.trace, self.layers, position_rule=rule
+            self.runner.model,
+            self.runner.padding_free,
+            options,
+            self.trace,
+            self.layers,
+            position_rule=rule,
+            copy=self.copy,
         )
         writing.run(prompts, each, batch)
 
@@ -224,7 +252,7 @@ class TracedRollout:
         repeats = options.steps_of_generation * options.num_iterations
         stale = options.gradient_accumulation_steps % repeats != 0
         scored = {}
-        if options.use_vllm and (options.corrects or self.learning.wants_old(options, stale=stale)):
+        if options.written_by_others and (options.corrects or self.learning.wants_old(options, stale=stale)):
             scored[OLD] = self._policy(batch)
         if options.scores_reference and self.runner.reference is not None:
             scored[REFERENCE] = self.runner.reference(batch)

@@ -12,6 +12,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from lowtide.engine.forward import causal_model, embedding_weight, inference, read_next
 from lowtide.engine.vision import position_rule
+from lowtide.engine.weights.generation_copy import GenerationCopy
 from lowtide.ops.counter_random import stream_key
 from lowtide.ragged import SegmentImage, sent
 from lowtide.rollout.generators.cache import Group, KeyStore, padded_tokens
@@ -41,6 +43,7 @@ class RaggedGenerator:
         lengths: for benchmarks, which compare generators on completions of the same lengths: the most tokens of each
             completion, where that is below `max_new_tokens`.
         pace: how often the host looks at what is written; by default as suits the device. It changes no token.
+        copy: of the weights, made for each call to write by; None writes by the weights themselves.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class RaggedGenerator:
         tokens_per_generation_batch: int | None = None,
         lengths: Lengths | None = None,
         pace: Pace | None = None,
+        copy: GenerationCopy | None = None,
     ):
         self.tokenizer, self.budget, self.lengths, self.pace = tokenizer, tokens_per_generation_batch, lengths, pace
+        self.copy = copy
         self._served: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def generate(
@@ -86,7 +91,7 @@ class RaggedGenerator:
             pace = replace(pace, steps=1)
         run = _Run(model, requests, sampling, Stops(sampling, self.tokenizer), pace)
         run.budget, run.reply, run.heard, run.lengths = self.budget, reply, heard, self.lengths
-        with inference(model):
+        with inference(model), nullcontext() if self.copy is None else self.copy.standing_in(model):
             run.finish()
         return run.completions
 

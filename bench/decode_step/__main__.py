@@ -42,12 +42,13 @@ CASES = {
 }
 
 
-def decode_step(name: str, *, fused: bool = True, **sampling: Any) -> dict[str, Any]:
+def decode_step(name: str, *, fused: bool = True, merged: bool = False, **sampling: Any) -> dict[str, Any]:
     """Counts a case.
 
     Args:
         name: of `CASES`.
         fused: layers run as one function each, as they do on a GPU; else as transformers and PEFT have them.
+        merged: adapters are merged into a copy of the weights, by which is written (`generation_weights="merged"`).
         sampling: how tokens are drawn, as `Sampling` takes it.
 
     Returns:
@@ -56,6 +57,7 @@ def decode_step(name: str, *, fused: bool = True, **sampling: Any) -> dict[str, 
     """
     import torch
 
+    from lowtide.engine.weights.generation_copy import GenerationCopy
     from lowtide.ops.capture import Watch, difference
     from lowtide.ops.layers import layer_kernels
     from lowtide.ops.target import planning_for
@@ -76,7 +78,8 @@ def decode_step(name: str, *, fused: bool = True, **sampling: Any) -> dict[str, 
             make(decoder, whole)
 
         with patch.object(Decoder, "step", step), patch.object(layer_kernels, "launch", pass_over_layer):
-            RaggedGenerator().generate(model, requests, Sampling(TOKENS, **sampling))
+            copy = GenerationCopy(merges=True) if merged else None
+            RaggedGenerator(copy=copy).generate(model, requests, Sampling(TOKENS, **sampling))
     steps = watch.steps[1 - TOKENS :]
     per_layer, rest = (
         statistics.median_low(each[part] for each in kernels.steps[1 - TOKENS :]) for part in (True, False)
@@ -151,9 +154,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=SUMMARY)
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--stock", action="store_true", help="layers as transformers and PEFT have them, not fused")
+    parser.add_argument("--merged", action="store_true", help="write by a copy of the weights with adapters merged")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(argv)
-    found = decode_step(options.case, fused=not options.stock)
+    found = decode_step(options.case, fused=not options.stock, merged=options.merged)
     if options.json:
         print(json.dumps(found))
     else:

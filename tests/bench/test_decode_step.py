@@ -21,3 +21,13 @@ def test_figures_of_a_decode_step(case: str, fused: bool):
         "host_copies": 0,
         "capturable": True,
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fused", [False, True])
+def test_merged_adapters_leave_the_layers_of_a_model_without_them(fused: bool):
+    (merged, _), (unmerged, kernels) = ((FUSED if fused else STOCK)[case] for case in ("llama-8b", "llama-8b-lora"))
+    found = decode_step("llama-8b-lora", fused=fused, merged=True)
+    assert found["kernels_per_layer"] == merged
+    assert found["kernels"] == kernels - 32 * (unmerged - merged)
+    assert found["capturable"]

@@ -229,6 +229,49 @@ given.outfile.write_bytes(b"GGUF and more" if given.outtype == "bf16" else b"non
 """
 
 
+@pytest.mark.parametrize("began", ["an adapter's base", "the model of run.yaml"])
+def test_a_converter_finds_the_file_of_sentencepiece_where_the_run_began(tmp_path, began):
+    """transformers leaves it out as it saves a tokenizer."""
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", vocab_size=400, n_layer=1, n_embd=8, n_head=2)
+    )
+    run, base = tmp_path / "run", tmp_path / "base"
+    for folder in (run, base):
+        model.save_pretrained(folder)
+        a_tokenizer().save_pretrained(folder)
+    (base / "tokenizer.model").write_bytes(b"pieces")
+    if began == "the model of run.yaml":
+        (run / "run.yaml").write_text(f"model: {base}\n")
+    else:
+        (run / "config.json").unlink()
+        (run / "model.safetensors").unlink()
+        model.name_or_path = str(base)
+        get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"])).save_pretrained(run)
+    (tmp_path / "convert.py").write_text(
+        f"{CONVERTER}assert (given.model / 'tokenizer.model').read_bytes() == b'pieces'\n"
+    )
+    words = ["export", str(run), "--converter", str(tmp_path / "convert.py"), "--gguf", "bf16"]
+    assert main(words) == 0
+    assert not (run / "tokenizer.model").exists()
+    other = a_tokenizer()
+    assert other.add_tokens(["<|tide|>"])
+    other.save_pretrained(base)
+    assert main(words) == 2  # a file of another vocabulary stays away
+
+
+def test_a_converter_that_lacks_a_package_is_told_which(tmp_path, capsys):
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", vocab_size=400, n_layer=1, n_embd=8, n_head=2)
+    )
+    model.save_pretrained(tmp_path / "run")
+    a_tokenizer().save_pretrained(tmp_path / "run")
+    (tmp_path / "convert.py").write_text("import lacking_package.part\n")
+    assert main(["export", str(tmp_path / "run"), "--gguf", "bf16", "--converter", str(tmp_path / "convert.py")]) == 2
+    said = capsys.readouterr().err
+    assert "pip install lacking_package)" in said
+    assert "leave out torch and transformers" in said
+
+
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_converter_writes_what_is_not_written_here(tmp_path, capsys, adapter):
     tokenizer = a_tokenizer()

@@ -28,9 +28,13 @@ QUANTIZED = ("int8", "int8_dynamic")
 """Kinds of quantized folders: `export_quantized.CONFIGS`."""
 GENERATION = "generation_config.json"
 MODELFILE = "Modelfile"
+RUN_FILE = "run.yaml"
 SAMPLING = ("temperature", "top_k", "top_p")
 SAID = 20
 """Lines of what a converter said that are shown where it failed."""
+SENTENCEPIECE = "tokenizer.model"
+"""SentencePiece's own file, which llama.cpp's script reads; transformers 5 leaves it out as it saves a tokenizer."""
+NEEDS = "ModuleNotFoundError: No module named '"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -175,18 +179,58 @@ def _whole(folder: Path, *, merges: bool) -> Iterator[Path]:
         yield whole
 
 
+def _began_with(folder: Path) -> str | None:
+    """The model that a run began with, as far as its folder says so."""
+    from lowtide.engine.weights.complete_weights import base_of_adapters
+    from lowtide.parsing import yaml_options
+
+    file = folder / RUN_FILE
+    named = {option.key: option.value for option in yaml_options(file)} if file.is_file() else {}
+    return base_of_adapters(str(folder)) or named.get("model")
+
+
+@contextmanager
+def _with_sentencepiece(folder: Path, began: str | None) -> Iterator[Path]:
+    """The folder, for as long as it is read with the file of SentencePiece of the model that its run began with, where
+    it has none of its own and the same vocabulary."""
+    from transformers.utils.hub import cached_file
+
+    from lowtide.engine.weights.loading import load_tokenizer
+
+    file = None
+    if began is not None and not (folder / SENTENCEPIECE).is_file():
+        file = cached_file(began, SENTENCEPIECE, _raise_exceptions_for_missing_entries=False)
+    if file is None or load_tokenizer(str(began)).get_vocab() != load_tokenizer(str(folder)).get_vocab():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as made:
+        whole = Path(made) / folder.resolve().name
+        whole.mkdir()
+        for each in folder.iterdir():
+            (whole / each.name).symlink_to(each.resolve())
+        (whole / SENTENCEPIECE).symlink_to(Path(file).resolve())
+        yield whole
+
+
 def _convert(converter: Path, folder: Path, path: Path, kind: str, *, merges: bool) -> None:
     """Has llama.cpp's script write a file, in a process of its own.
 
     Raises:
         ValueError: it ended with an error, which is shown, or wrote no GGUF file.
     """
-    with _whole(folder, merges=merges) as whole:
+    with _whole(folder, merges=merges) as merged, _with_sentencepiece(merged, _began_with(folder)) as whole:
         words = [sys.executable, str(converter), str(whole), "--outfile", str(path), "--outtype", kind]
         done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-SAID:])
     if done.returncode != 0:
-        raise ValueError(f"--converter {converter} ended with status {done.returncode}, and said:\n{said}")
+        hint = ""
+        if (place := said.rfind(NEEDS)) >= 0:
+            package = said[place + len(NEEDS) :].split("'")[0]
+            hint = (
+                f"\n\nInstall {package} beside lowtide (pip install {package}). Of the converter's requirements.txt "
+                "leave out torch and transformers, which it pins to other versions than lowtide's"
+            )
+        raise ValueError(f"--converter {converter} ended with status {done.returncode}, and said:\n{said}{hint}")
     if not path.is_file() or path.stat().st_size == 0 or not _is_gguf(path):
         raise ValueError(f"--converter {converter} ended without an error and wrote no GGUF file; it said:\n{said}")
 

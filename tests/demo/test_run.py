@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from lowtide.cli.main import main
 from lowtide.demo.answers import answers, exact_match
@@ -58,12 +59,17 @@ def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, met
 
 
 @pytest.mark.slow
-def test_what_comes_before_is_trained_by_its_own_command(tmp_path, command, capsys, monkeypatch):
-    monkeypatch.setitem(LESSONS, "sdft", replace(LESSONS["sdft"], taught=2))
-    report = run_demo(tmp_path, command, method="sdft", sizes=Sizes(steps=2, questions=256, held_out=20, samples=3))
+@pytest.mark.parametrize("method", slow_but(["distillation"], ["distillation", "sdft"]))
+def test_what_comes_before_is_trained_by_its_own_command(tmp_path, command, capsys, monkeypatch, method):
+    lesson = LESSONS[method]
+    monkeypatch.setitem(LESSONS, method, replace(lesson, taught=2, teacher=min(lesson.teacher, 3)))
+    report = run_demo(tmp_path, command, method=method, sizes=Sizes(steps=2, questions=256, held_out=20, samples=3))
     assert report is not None
     assert sum(1 for _ in (tmp_path / "train.jsonl").open()) == 256
-    assert (tmp_path / "taught" / "model" / "model.safetensors").is_file()
+    for folder, steps in {"taught": 2, **({"teacher": 3} if lesson.teacher else {})}.items():
+        assert yaml.safe_load((tmp_path / folder / "sft.yaml").read_text())["max_steps"] == steps
+        assert (tmp_path / folder / "model" / "model.safetensors").is_file()
+    assert yaml.safe_load((tmp_path / f"{method}.yaml").read_text())["model"] == str(tmp_path / "taught" / "model")
     assert "exact answers" in capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="train a tiny model on generated arithmetic, and show what it learned",
         description="Make a tiny model and arithmetic, train with `lowtide sft` or another method, and examine it on "
         "held-out questions before and after: how many answers are exact, how many pairs of a right and a wrong "
-        "answer it prefers rightly, or how many questions it labels rightly. Nothing is "
+        "answer it prefers rightly, or how many questions it labels or judges rightly. Nothing is "
         "downloaded; it takes one to three minutes on two cores.",
     )
     parser.add_argument("--method", choices=list(LESSONS), default="sft", help="how to train [%(default)s]")

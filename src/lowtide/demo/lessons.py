@@ -55,7 +55,7 @@ class Lesson:
 
     steps: int
     """As many as reach 90%; for GRPO those of two minutes, which take a model from some 70% to 80%; for replaced-token
-detection those of one minute."""
+detection those of one minute; for methods with a teacher as many as bring a student from a third to more than half."""
     settings: Mapping[str, Any]
     """What `lowtide METHOD` is told beyond `COMMON`."""
     rows: Callable[[Question], Iterator[dict[str, Any]]]
@@ -77,6 +77,8 @@ detection those of one minute."""
     """Steps of supervised fine-tuning that come before, for a method that needs a model which sometimes is right."""
     taught_rows: Callable[[Question], Iterator[dict[str, Any]]] = dialogue_rows
     """The rows of these."""
+    teacher: int = 0
+    """Steps of supervised fine-tuning that make a teacher of the same base, for a method that has one."""
 
 
 def _written(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
@@ -144,16 +146,18 @@ def _preference(*, head: type[Head] = LanguageModel, **more: Any) -> Lesson:
     )
 
 
-def _written_after(steps_before: int, **more: Any) -> Lesson:
-    """A method whose model writes, after some supervised fine-tuning."""
+def _written_after(steps_before: int, *, teacher: int = 0, **more: Any) -> Lesson:
+    """A method whose model writes, after some supervised fine-tuning, and perhaps a teacher's after more of it."""
+    teachers = f"; its teacher had {teacher}" if teacher else ""
     how: dict[str, Any] = {"rows": _asked, "questions": 2048, **more}
     return Lesson(
         examine=_written,
         measure="exact_match",
         words="exact answers",
         asked=lambda question: question.text,
-        note=f"before: after {steps_before} steps of supervised fine-tuning",
+        note=f"before: after {steps_before} steps of supervised fine-tuning{teachers}",
         taught=steps_before,
+        teacher=teacher,
         **how,
     )
 
@@ -168,6 +172,8 @@ WRITING: dict[str, Any] = {
 }
 """Of the methods whose model writes."""
 REWARDED: dict[str, Any] = WRITING | {"reward_funcs": ["exact_answer"]}
+
+FROM_TEACHER: dict[str, Any] = WRITING | {"per_device_train_batch_size": 128, "learning_rate": 1e-3}
 
 LESSONS: dict[str, Lesson] = {
     "sft": Lesson(
@@ -246,6 +252,21 @@ LESSONS: dict[str, Lesson] = {
         asked=lambda question: " ".join(tagged(question)[0]),
         note="the digits that are marked as the larger number",
         base=save_tagger,
+    ),
+    "distillation": _written_after(150, teacher=300, steps=60, settings=FROM_TEACHER),
+    "gkd": _written_after(
+        150,
+        teacher=300,
+        steps=80,
+        settings=OF_ROWS
+        | {
+            "max_new_tokens": 16,
+            "temperature": 1.0,
+            "learning_rate": 2e-3,
+            "warmup_steps": 10,
+            "per_device_train_batch_size": 128,
+        },
+        rows=dialogue_rows,
     ),
     "grpo": _written_after(
         190, steps=240, settings=REWARDED | {"num_generations": 8, "per_device_train_batch_size": 256}

@@ -68,15 +68,14 @@ def run_demo(
     ):
         write_rows((row for question in asked for row in lesson.rows(question)), path)
     lesson.base(base, seed)
-    if lesson.taught:
-        if not _teach(folder / "taught", base, questions, lesson, train, seed):
-            return None
-        base = folder / "taught" / "model"
-    before = lesson.examine(base, held_out, "answers before", seed)
+    models = _taught(folder, base, questions, lesson, train, seed)
+    if models is None:
+        return None
+    before = lesson.examine(Path(models["model"]), held_out, "answers before", seed)
 
     import_module("lowtide.trainers.public")  # whose own memory is none of the training's
     held = resident_bytes()
-    settings = {"model": str(base), "dataset": str(data), "output_dir": str(model), "memory_report": str(memory)}
+    settings = {**models, "dataset": str(data), "output_dir": str(model), "memory_report": str(memory)}
     steps = {"max_steps": lesson.steps if sizes.steps is None else sizes.steps, "seed": seed}
     run_file = folder / f"{method}.yaml"
     run_file.write_text(yaml.safe_dump(settings | COMMON | dict(lesson.settings) | steps, sort_keys=False))
@@ -102,15 +101,28 @@ def run_demo(
     return report
 
 
-def _teach(folder: Path, base: Path, questions: Sequence[Question], lesson: Lesson, train: Training, seed: int) -> bool:
-    """Supervised fine-tuning of a base model, which comes before; whether it went well."""
-    data = folder / "train.jsonl"
-    write_rows((row for question in questions for row in lesson.taught_rows(question)), data)
-    settings = {"model": str(base), "dataset": str(data), "output_dir": str(folder / "model")}
-    run_file = folder / "sft.yaml"
-    last = {"max_steps": lesson.taught, "seed": seed}
-    run_file.write_text(yaml.safe_dump(settings | COMMON | dict(LESSONS["sft"].settings) | last, sort_keys=False))
-    return train("sft", run_file) == 0
+def _taught(
+    folder: Path, base: Path, questions: Sequence[Question], lesson: Lesson, train: Training, seed: int
+) -> dict[str, str] | None:
+    """The option of the model to begin with and, where there is a teacher, its own: a base model, after supervised
+    fine-tuning where the lesson says so. None where that failed."""
+    models = {"model": str(base)}
+    for name, option, steps in (
+        ("taught", "model", lesson.taught),
+        ("teacher", "teacher_model_name_or_path", lesson.teacher),
+    ):
+        if not steps:
+            continue
+        data, model = folder / name / "train.jsonl", folder / name / "model"
+        write_rows((row for question in questions for row in lesson.taught_rows(question)), data)
+        settings = {"model": str(base), "dataset": str(data), "output_dir": str(model)}
+        run_file = folder / name / "sft.yaml"
+        last = {"max_steps": steps, "seed": seed}
+        run_file.write_text(yaml.safe_dump(settings | COMMON | dict(LESSONS["sft"].settings) | last, sort_keys=False))
+        if train("sft", run_file):
+            return None
+        models[option] = str(model)
+    return models
 
 
 def _share(findings: Sequence[Finding]) -> float:

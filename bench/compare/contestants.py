@@ -42,14 +42,16 @@ COMMON = {
     ),
 }
 """Both libraries by their defaults, which recompute in backward, and where there is room for not doing so."""
-FUSED = {
-    "lowtide-fused": Contestant("lowtide", {"fused_layers": True}, remark="fused layers, which a CPU has when asked"),
+UNFUSED = {
+    "lowtide-unfused": Contestant(
+        "lowtide", {"fused_layers": False}, remark="layers as transformers and PEFT have them"
+    ),
 }
-"""Beside the defaults of a CPU, for models of Llama's form."""
-LORA_CONTESTANTS = {**COMMON, **FUSED}
+"""Beside what the defaults are for models of Llama's form."""
+LORA_CONTESTANTS = {**COMMON, **UNFUSED}
 SFT_CONTESTANTS = {
     **COMMON,
-    **FUSED,
+    **UNFUSED,
     "lowtide": Contestant("lowtide", against="trl-best"),
     "trl-best": Contestant("trl", {"padding_free": True, "max_length": None}, fastest_attention=True),
     "trl-packing": Contestant("trl", {"packing": True}, rows=PACKED_BATCH),

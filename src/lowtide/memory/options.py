@@ -68,7 +68,8 @@ class MemoryOptions:
     fused_layers: bool | None = option(
         None,
         "Run each decoder layer as one function, with a backward of its own and, on a GPU, Triton kernels: fewer "
-        "operations, less kept. For layers of Llama's form. None: on a GPU, where they can be.",
+        "operations, less kept. For layers of Llama's form. None: on a GPU, and in float32 on a CPU, where "
+        "they can be.",
     )
     techniques: list[str] | None = option(
         None,

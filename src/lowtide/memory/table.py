@@ -161,10 +161,20 @@ def _fusing_refused(site: Site) -> str | None:
 
 
 def _fusing_left(site: Site) -> str | None:
-    """Why layers run as they were where they are to be fused only where that helps: on a GPU, as it is measured."""
+    """Why layers run as they were where they are to be fused only where that helps: on a GPU, and on a CPU in float32,
+    as it is measured."""
     if site.options.fused_layers:
         return None
-    return _why_not_fused(site) if target_of(next(site.model.parameters())).kind == "cuda" else ""
+    if target_of(next(site.model.parameters())).kind == "cuda":
+        return _why_not_fused(site)
+    return _why_not_fused(site) if _in_float32(site) else ""
+
+
+def _in_float32(site: Site) -> bool:
+    """Whether a CPU trains and computes in float32 alone."""
+    if target_of(next(site.model.parameters())).kind != "cpu" or _mixed(site.options) is not None:
+        return False
+    return {parameter.dtype for parameter in site.model.parameters()} == {torch.float32}
 
 
 def _why_not_fused(site: Site) -> str | None:

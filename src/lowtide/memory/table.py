@@ -182,10 +182,13 @@ def _why_not_fused(site: Site) -> str | None:
     for other in ("mlp_tile_tokens", "attention_head_chunks", "torch_compile", "use_liger_kernel"):
         if getattr(options, other, None):
             return f"it replaces what {other} replaces too: switch one of them off"
-    if options.gradient_checkpointing and options.checkpointing_policy != "full":
-        return f"checkpointing_policy={options.checkpointing_policy!r} keeps what it computes again: take 'full'"
-    if options.activation_offloading and not options.gradient_checkpointing:
-        return "without checkpointing it holds attention's tensors where activation_offloading has none: switch that on"
+    if options.activation_offloading and not (
+        options.gradient_checkpointing and options.checkpointing_policy == "full"
+    ):
+        return (
+            "what it keeps of attention lies where activation_offloading takes nothing: checkpoint layers by the "
+            "policy 'full'"
+        )
     if "stream" in (options.base_weights, options.trained_weights):
         return "weights that are streamed come for a layer's own forward: switch one of them off"
     split = (sharding.sequence_parallel, sharding.tensor_parallel, sharding.pipeline_parallel)

@@ -163,9 +163,7 @@ EXCLUDED: Mapping[frozenset[str], str] = {
         for other, reason in (
             *((name, "replaces what") for name in ("tiled MLP", "attention heads in turn", "compiled layers")),
             ("compiled layers within an activation budget", "replaces what"),
-            ("checkpointing that keeps attention", "keeps what it computes again"),
-            ("checkpointing that keeps products", "keeps what it computes again"),
-            ("activation offloading", "has none: switch that on"),
+            ("activation offloading", "takes nothing: checkpoint"),
             ("streamed base weights", "come for a layer's own forward"),
             ("streamed trained weights", "come for a layer's own forward"),
             ("bfloat16 mixed precision", "products in 16 bits"),
@@ -755,9 +753,8 @@ EVERY_OTHER = "a layer that is not checkpointed keeps everything: what is checkp
 BY_ITSELF = "a fused layer computes again by itself, where no module is passed"
 SEVERAL = "gradients of several micro-batches are kept to the end of the step"
 CANNOT_ACT: Mapping[tuple[str, str], str] = {
-    ("gradient checkpointing", "fused layers"): BY_ITSELF,
+    **{(name, "fused layers"): BY_ITSELF for name in TECHNIQUES if "checkpointing" in name},
     ("bfloat16 mixed precision", "FP8 products"): "products in 8 bits are of runs that have it anyway",
-    ("checkpointing of every k-th layer", "fused layers"): BY_ITSELF,
     **{(name, "checkpointing of every k-th layer"): EVERY_OTHER for name in TECHNIQUES if "checkpointing" in name},
     **{
         (name, other): SEVERAL

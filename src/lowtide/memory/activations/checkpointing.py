@@ -120,7 +120,13 @@ def set_checkpointing(
     for number, layer in enumerate(layers):
         layer.gradient_checkpointing = number * share.numerator % share.denominator < share.numerator
         checkpoint_by(layer, functools.partial(checkpoint, **options))
+        vars(layer)["checkpointing_policy"] = policy
     return sum(layer.gradient_checkpointing for layer in layers)
+
+
+def checkpointing_policy(layer: nn.Module) -> str:
+    """What a layer that is checkpointed keeps: the name of a policy."""
+    return getattr(layer, "checkpointing_policy", "full")
 
 
 def _contexts(kept: frozenset[str]) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:

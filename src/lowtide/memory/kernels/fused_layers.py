@@ -36,13 +36,14 @@ from lowtide.compat.transformers import (
     plain_forward,
     run_checkpointed,
 )
+from lowtide.memory.activations.checkpointing import checkpointing_policy
 from lowtide.memory.allocators.out_of_memory import first_line
 from lowtide.memory.kernels.float8_products import in_8_bits
 from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.attention_half import attention_half, normed
-from lowtide.ops.layers.decoder_layer import Attend, DecoderLayer, Rotary, decoder_layer
+from lowtide.ops.layers.decoder_layer import DecoderLayer, Keeps, Rotary, decoder_layer
 from lowtide.ops.layers.layer_kernels import Activation, Norm
 from lowtide.ops.layers.lora_linear import Adapter, Projection, Together
 from lowtide.ops.target import autocast_dtype
@@ -96,6 +97,11 @@ Norms of transformers are in float32 whatever the dtype."""
 IN_16_BITS = 5e-2
 LENGTHS = (4, 3)
 """Tokens of the segments of the proof."""
+
+KEEPS: dict[str, Keeps] = {"full": "input", "attention": "attention", "matmul": "products"}
+"""What a layer keeps by each checkpointing policy."""
+IN_THE_OPEN = ("softcap", "s_aux")
+"""What attention is computed with by no fused operation of a CPU."""
 
 logger = logging.getLogger(__name__)
 
@@ -284,18 +290,30 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
     attention = self.self_attn
     beside = {name: each for name, each in kwargs.items() if name not in PASSED}
     attend = _Call(attention, {**beside, **known.passed_on})
-    recompute, rotary = self.gradient_checkpointing and self.training, _rotary(self, kwargs)
+    checkpointed, rotary = self.gradient_checkpointing and self.training, _rotary(self, kwargs)
+    keeps = _keeps(self, known, hidden_states.device) if checkpointed else "products"
     if known.layer.gates.parts:
-        return decoder_layer(known.layer, hidden_states, rotary, attend, dtype, recompute=recompute)
-    run = partial(_mixture, self, known.layer, rotary, attend, dtype)
-    return run_checkpointed(self, run, hidden_states) if recompute else run(hidden_states)
+        return decoder_layer(known.layer, hidden_states, rotary, attend, dtype, keeps=keeps)
+
+    def half(hidden: Tensor) -> Tensor:
+        return attention_half(known.layer, hidden, rotary, attend, dtype)
+
+    rest = partial(_mlp_half, self, known.layer)
+    if not checkpointed:
+        return rest(half(hidden_states))
+    if keeps == "products":  # it writes over its own, and keeps what they come to
+        return run_checkpointed(self, rest, half(hidden_states))
+    return run_checkpointed(self, lambda hidden: rest(half(hidden)), hidden_states)
 
 
-def _mixture(
-    self: Any, layer: DecoderLayer, rotary: Rotary | None, attend: Attend, dtype: torch.dtype, hidden: Tensor
-) -> Tensor:
-    """A layer whose MLP runs as it is."""
-    mid = attention_half(layer, hidden, rotary, attend, dtype)
+def _keeps(layer: Any, known: _Known, device: torch.device) -> Keeps:
+    """What a layer that is checkpointed keeps. A CPU writes out the scores of attention with soft-caps or sinks."""
+    in_the_open = device.type == "cpu" and any(known.passed_on.get(name) is not None for name in IN_THE_OPEN)
+    return "input" if in_the_open else KEEPS[checkpointing_policy(layer)]
+
+
+def _mlp_half(self: Any, layer: DecoderLayer, mid: Tensor) -> Tensor:
+    """What a layer makes of the residual after its attention, where its MLP runs as it is."""
     before, after = layer.norms[1], layer.after[1]
     out = self.mlp(mid if before is None else normed(mid, before, mid.dtype))
     out = out[0] if isinstance(out, tuple) else out  # experts that tell how they were chosen

@@ -7,9 +7,9 @@ gate (`layer_kernels`). Residuals are added in the epilogue of a product, too. A
 differentiable: its own backward is called where this one comes to it, whatever its kernel.
 
 A layer that is checkpointed keeps its input alone. Its backward computes again all but the last product, which nothing
-needs unless it is normed. A layer that is not keeps its input, attention's tensors, the residual between its halves,
-the two inputs of the gate and what is normed before it is added; norms and the gate are computed again, products are
-not.
+needs unless it is normed. It may keep what attention gives as well, which does not run again then (`heads_again`). A
+layer that is not checkpointed keeps its input, attention's tensors, the residual between its halves, the two inputs of
+the gate and what is normed before it is added; norms and the gate are computed again, products are not.
 
 Exact to rounding: where transformers rounds to 16 bits between two operations, this one may round once.
 
@@ -22,13 +22,14 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lowtide.ops.layers.heads_again import HeadsAgain
 from lowtide.ops.layers.layer_kernels import (
     Activation,
     Norm,
@@ -46,6 +47,9 @@ Rotary = tuple[Float[Tensor, "tokens dim"], Float[Tensor, "tokens dim"]]
 """Cosines and sines."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries, keys and values [tokens, heads, dim], differentiable; gives [tokens, heads x dim]."""
+Keeps = Literal["input", "attention", "products"]
+"""What a layer keeps for its backward: its input alone, what attention gives as well, or results of products as well,
+of which none is computed again."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def decoder_layer(
     attend: Attend,
     dtype: torch.dtype,
     *,
-    recompute: bool,
+    keeps: Keeps,
 ) -> Float[Tensor, "*rows width"]:
     """What a layer makes of hidden states.
 
@@ -96,7 +100,7 @@ def decoder_layer(
         rotary: of all tokens; None for a layer without rotary embeddings.
         attend: its attention.
         dtype: of its products.
-        recompute: whether it keeps its input alone for backward.
+        keeps: for backward.
     """
     parameters = layer.trained()
     if not torch.is_grad_enabled() or not (hidden.requires_grad or parameters):
@@ -104,7 +108,7 @@ def decoder_layer(
         with without_autocast(x.device):
             return Pass(layer, attend, dtype, rotary).forward(x).view(hidden.shape)
     cos, sin = rotary or (None, None)
-    return _Layer.apply(_How(layer, attend, dtype, recompute), hidden, cos, sin, *parameters)
+    return _Layer.apply(_How(layer, attend, dtype, keeps), hidden, cos, sin, *parameters)
 
 
 class _How(NamedTuple):
@@ -113,7 +117,7 @@ class _How(NamedTuple):
     layer: DecoderLayer
     attend: Attend
     dtype: torch.dtype
-    recompute: bool
+    keeps: Keeps
 
 
 class _Attended(NamedTuple):
@@ -122,7 +126,16 @@ class _Attended(NamedTuple):
     query: Float[Tensor, "tokens heads dim"]
     key: Float[Tensor, "tokens kv_heads dim"]
     value: Float[Tensor, "tokens kv_heads dim"]
-    out: Float[Tensor, "tokens gathered"]
+    graph: Float[Tensor, "tokens gathered"]
+
+    @property
+    def out(self) -> Tensor:
+        """What it gathered, without a graph."""
+        return self.graph.detach()
+
+    def gradients(self, slopes: Tensor) -> list[Tensor]:
+        """Those at queries, keys and values, of that at what it gathered."""
+        return [*torch.autograd.grad(self.graph, self[:3], slopes)]
 
 
 class Raw(NamedTuple):
@@ -168,7 +181,7 @@ class Pass:
     def attended_residual(self, x: Tensor) -> Tensor:
         """The residual after attention."""
         heads, _ = self.heads(self.normed(x, self.layer.norms[0])[0])
-        return self.residual(x, self.attend(*heads, graph=False).out)[0]
+        return self.residual(x, self.attend(*heads, graph=False).graph)[0]
 
     def normed(self, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
         """What products take of a residual, and by what its rows were multiplied for that, if they were."""
@@ -263,7 +276,7 @@ class Pass:
         grad: Tensor,
         x: Tensor,
         normed: tuple[Tensor, Tensor | None],
-        attended: _Attended,
+        attended: _Attended | HeadsAgain,
         before: tuple[Raw | None, Tensor | None],
         on: bool,
     ) -> Tensor | None:
@@ -276,8 +289,8 @@ class Pass:
             on: whether the gradient at the input, or at the norm's weight, is wanted.
         """
         raw, given = before
-        slopes = self.output_backward(grad, attended.out.detach(), given)
-        found = [*torch.autograd.grad(attended.out, attended[:3], slopes)]
+        slopes = self.output_backward(grad, attended.out, given)
+        found = attended.gradients(slopes)
         del slopes
         return self.heads_backward(found, x, normed, raw, on, add=grad)
 
@@ -363,21 +376,23 @@ class _Layer(torch.autograd.Function):
         ctx: Any, how: _How, hidden: Tensor, cos: Tensor | None, sin: Tensor | None, *parameters: Tensor
     ) -> Tensor:
         ctx.how, ctx.parameters = how, parameters
-        layer, attend, dtype, recompute = how
+        layer, attend, dtype, keeps = how
         x = hidden.reshape(-1, hidden.shape[-1])
         work = Pass(layer, attend, dtype, None if cos is None or sin is None else (cos, sin))
         ctx.attended, kept = None, []
         with without_autocast(x.device):
             ctx.surroundings = Surroundings(hidden, layer.random)
-            if recompute:
+            if keeps == "input":
                 out = work.forward(x)
             else:
                 heads, raw = work.heads(work.normed(x, layer.norms[0])[0])
-                ctx.attended = work.attend(*heads, graph=True)
-                mid, first = work.residual(x, ctx.attended.out.detach())
+                everything = keeps == "products"
+                ctx.attended = work.attend(*heads, graph=True) if everything else HeadsAgain(attend, heads)
+                del heads
+                mid, first = work.residual(x, ctx.attended.out)
                 gate, up = work.gated(mid)
                 out, second = work.last(mid, work.inner(gate, up))
-                kept = [mid, gate, up, first, second, *(raw or ())]
+                kept = [mid, gate, up, first, second, *(raw or ())] if everything else []
         ctx.save_for_backward(x, cos, sin, *kept)
         return out.view(hidden.shape)
 
@@ -392,17 +407,21 @@ class _Layer(torch.autograd.Function):
         with ctx.surroundings.restored():
             work = Pass(layer, attend, dtype, None if cos is None else (cos, sin), back=True)
             normed = work.normed(x, norm)
+            attended, ctx.attended = ctx.attended, None
             if kept:
                 mid, gate, up, first, second, *both = kept
-                attended, raw, gated = ctx.attended, Raw(*both) if both else None, (gate, up)
-                ctx.attended = None
+                raw, gated = Raw(*both) if both else None, (gate, up)
                 work.attention.reduce(normed[0])
-                work.output.reduce(attended.out.detach())
+                work.output.reduce(attended.out)
                 del gate, up
             else:
                 heads, raw = work.heads(normed[0])
-                attended, gated, second = work.attend(*heads, graph=True), None, None
-                mid, first = work.residual(x, attended.out.detach())
+                gated, second = None, None
+                if attended is None:
+                    attended = work.attend(*heads, graph=True)
+                else:
+                    attended.give(heads)
+                mid, first = work.residual(x, attended.out)
                 del heads
             del kept
             between = work.mlp_backward(grad, mid, gated, second)

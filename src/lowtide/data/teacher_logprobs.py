@@ -157,11 +157,10 @@ class WrittenTeacher:
     def _of(self, text: Asked) -> Answers:
         number = self._numbers.get(text.key)
         if number is None:
-            start = " ".join(map(str, text.token_ids[:8]))
             raise ValueError(
-                f"teacher_logprobs={str(self.folder)!r} has nothing of a row of {len(text.token_ids)} tokens (that "
-                f"begins {start}): it was written of other rows, or with another tokenizer, template or max_length. "
-                "Write it anew by `lowtide teacher-logprobs gkd`, with the options of this run"
+                f"teacher_logprobs={str(self.folder)!r} has nothing of a row of {len(text.token_ids)} tokens; "
+                f"{self._nearest(text.token_ids)}: it was written of other rows, or with another tokenizer, template "
+                "or max_length. Write it anew by `lowtide teacher-logprobs gkd`, with the options of this run"
             )
         row = self._rows[number]
         at = np.searchsorted(row["positions"], text.places)
@@ -180,6 +179,18 @@ class WrittenTeacher:
             )
         return Answers(
             torch.from_numpy(tokens).long(), torch.from_numpy(logprobs), torch.from_numpy(row["written"][at])
+        )
+
+    def _nearest(self, token_ids: list[int]) -> str:
+        """Which of the texts begins as one that is not there for longest, and where it goes on otherwise."""
+        if not len(self._rows):
+            return "it has no text at all"
+        texts = (row["input_ids"].tolist() for row in self._rows.select_columns(["input_ids"]))
+        alike, nearest = max(((_alike(each, token_ids), each) for each in texts), key=lambda each: each[0])
+        shown = [" ".join(map(str, each[alike : alike + 3])) or "nothing more" for each in (token_ids, nearest)]
+        return (
+            f"of its {len(self._rows)} texts the nearest has {len(nearest)} tokens and begins with the same {alike} "
+            f"(then {shown[1]}, and the row {shown[0]})"
         )
 
 
@@ -232,6 +243,13 @@ def write_answers(folder: str | Path, facts: WrittenFacts, answered: Iterable[tu
     Dataset.from_list([_row(*each) for each in known.values()], features=FEATURES).save_to_disk(str(folder))
     (folder / FACTS).write_text(json.dumps(facts.__dict__))
     return len(known)
+
+
+def _alike(one: list[int], other: list[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    return next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+    )
 
 
 def _together(one: tuple[Asked, Answers], other: tuple[Asked, Answers]) -> tuple[Asked, Answers]:

@@ -87,7 +87,8 @@ def test_what_it_saves_is_predicted():
     )
 
     def activations(techniques) -> int:
-        config = SFTConfig(output_dir="x", use_cpu=True, gradient_checkpointing=False, techniques=techniques)
+        common = {"output_dir": "x", "use_cpu": True, "gradient_checkpointing": False, "fused_layers": False}
+        config = SFTConfig(**common, techniques=techniques)
         return lowtide.estimate(config, shape, lengths=[512, 512], device="cpu").peak_bytes
 
     assert activations([f"{HERE}.HALF"]) < activations(None) - (1 << 20)

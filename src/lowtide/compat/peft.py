@@ -189,24 +189,24 @@ def plain_lora(module: Any) -> PlainLora | str | None:
     return PlainLora(first.weight, second.weight, module.scaling[name], module.lora_dropout[name])
 
 
-def marks_of_linear(module: Any) -> Iterator[Any]:
+def marks_of_linear(module: Any) -> list[Any]:
     """What `linear_of` and `plain_lora` go by: where each is the same object as before, they say what they said. Past
-    `Module.__getattr__`, since a fused layer asks in each forward."""
+    `Module.__getattr__`, and in one list, since a fused layer asks in each forward."""
     own: dict[str, Any] = vars(module)
     children: dict[str, Any] = children_of(module)
     base = children.get("base_layer", module)
-    yield base
-    yield from parameters_in(base)
+    found = [base, *parameters_in(base)]
     if "lora_A" not in children:
-        return
+        return found
     active = own["_active_adapter"]
-    yield from (own["_disable_adapters"], bool(own["merged_adapters"]))
-    yield from (active,) if isinstance(active, str) else active
+    found += (own["_disable_adapters"], bool(own["merged_adapters"]))
+    found += (active,) if isinstance(active, str) else active
     second, dropouts = children_of(children["lora_B"]), children_of(children["lora_dropout"])
     for name, first in children_of(children["lora_A"]).items():
         dropout: Any = dropouts[name]
-        yield from (*parameters_in(first), *parameters_in(second[name]), own["scaling"][name])
-        yield dropout.training and getattr(dropout, "p", 0.0)
+        drops = dropout.training and getattr(dropout, "p", 0.0)
+        found += (*parameters_in(first), *parameters_in(second[name]), own["scaling"][name], drops)
+    return found
 
 
 class StackLora(NamedTuple):

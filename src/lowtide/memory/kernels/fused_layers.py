@@ -349,14 +349,14 @@ def _known_layer(layer: Any, dtype: torch.dtype) -> _Known | None:
     return known
 
 
-def _marks(layer: Any) -> Iterator[Any]:
+def _marks(layer: Any) -> list[Any]:
     """Of which one is another where a layer is to be read anew: modules, parameters, how adapters are switched."""
+    found: list[Any] = []
     for part in children_of(layer).values():
-        yield part
-        yield from parameters_in(part)
+        found += (part, *parameters_in(part))
         for name, module in {} if part is None else children_of(part).items():
-            yield module
-            yield from marks_of_linear(module) if name in LINEARS else parameters_in(module)
+            found += (module, *(marks_of_linear(module) if name in LINEARS else parameters_in(module)))
+    return found
 
 
 def _read(layer: Any, dtype: torch.dtype) -> DecoderLayer | str:

@@ -78,6 +78,7 @@ class Together:
         matrices = [*(each.first for each in self.adapters), *(each.second for each in self.adapters)]
         self.shapes = [each.shape for each in matrices]
         self.sizes = [each.numel() for each in matrices]
+        self.dtypes = {each.dtype for each in matrices}
 
     def trained(self) -> list[Tensor]:
         """The parameters that a gradient is wanted of."""
@@ -239,6 +240,9 @@ class Projections:
         """The gradients at the products with the first matrices, side by side."""
         if self._slopes is None:
             layers, second = self.layers, self._adapters().second
+            if len(layers.parts) == len(layers.ranks) == 1:
+                self._slopes = _scaled(grads[0], second[0], layers.adapters[0].scale)
+                return self._slopes
             self._slopes = grads[0].new_empty(grads[0].shape[0], sum(layers.ranks))
             parts = torch.split_with_sizes(self._slopes, layers.ranks, 1)
             for number, place in layers.places.items():
@@ -266,8 +270,8 @@ class Projections:
             layers = self.layers
             first = [each.first for each in layers.adapters]
             second = [each.second for each in layers.adapters]
-            if len(first) == 1 and first[0].dtype == self.dtype:
-                self._copies = _Copies(first[0], second)
+            if layers.dtypes == {self.dtype}:
+                self._copies = _Copies(first[0] if len(first) == 1 else torch.cat(first), second)
             else:
                 self._copies = self._copied(first + second)
         return self._copies

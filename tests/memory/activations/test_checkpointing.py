@@ -13,6 +13,7 @@ from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 from tests.support.marks import slow_but
 from tests.support.memory.storages import Storages
+from tests.support.models.fused_families import family
 from tests.support.models.tiny_models import (
     assert_same,
     build,
@@ -35,6 +36,9 @@ MODELS = {
 }
 
 
+WRITES_OVER = {"products written over": lambda: prepared(family("gpt_oss", num_hidden_layers=LAYERS))}
+
+
 def run(model, batch):
     torch.manual_seed(4)
     loss_of(model, batch).backward()
@@ -53,7 +57,7 @@ def test_layers_are_spread_evenly(every, those):
 @pytest.mark.parametrize("batch", slow_but([shared], [separate, shared]))
 @pytest.mark.parametrize("every", slow_but([2], [1, 2]))
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("make", [*MODELS.values(), *WRITES_OVER.values()], ids=[*MODELS, *WRITES_OVER])
 def test_gradients_are_the_same_bits(make, policy, every, batch):
     wanted = run(make(), batch())
     assert_same(run(checkpointed(make(), policy, every), batch()), wanted)

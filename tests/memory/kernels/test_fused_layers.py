@@ -60,6 +60,7 @@ KEEPING = [
     ("mixtral", "LoRA"),
     ("gemma2", "LoRA with dropout"),
     ("olmo2", "full"),
+    ("gpt_oss", "full"),
 ]
 """Families whose layers differ in what attention is given."""
 

@@ -36,7 +36,7 @@ from lowtide.compat.torch import (
 )
 from lowtide.compat.transformers import checkpoint_by, checkpointed_layers
 from lowtide.memory.activations.computed_again import are_parts
-from lowtide.memory.activations.offloading import Held, hold
+from lowtide.memory.activations.offloading import ChangedInPlace, Held, hold
 from lowtide.ops.attention.attention_blocks import computing_blocks
 
 ATTENTION = FUSED_ATTENTION | frozenset(
@@ -180,7 +180,11 @@ class _Giving(_Watching):
                 "way than in forward, or is gone through backward twice; use the checkpointing policy 'full'"
             )
         held, tree = self.results[func].popleft()
-        return tree_unflatten([leaf.tensor() if isinstance(leaf, Held) else leaf for leaf in held], tree)
+        try:
+            leaves = [leaf.tensor() if isinstance(leaf, Held) else leaf for leaf in held]
+        except ChangedInPlace:  # the layer wrote over it, as experts add their biases to a product
+            return func(*args, **(kwargs or {}))
+        return tree_unflatten(leaves, tree)
 
 
 @contextlib.contextmanager

@@ -514,7 +514,7 @@ def _numbers(
             position_ids=batch.position_ids[None],
             **{PLAN: AttentionPlan.build(batch)},
         )
-    return [out.detach(), *torch.autograd.grad(out, [x, *parameters], grad, allow_unused=False)]
+    return [out.detach(), *torch.autograd.grad(out, [x, *parameters], grad, materialize_grads=True)]
 
 
 def in_16_bits(model: nn.Module) -> bool:

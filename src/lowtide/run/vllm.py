@@ -35,7 +35,7 @@ def make_vllm_generator(
             f"vllm_mode='colocate' runs on one rank, and {launched()} are started: start a server beside them "
             "(lowtide vllm-serve), and set vllm_mode='server'"
         )
-    return _colocated(options, model, tokenizer)
+    return _colocated(options, model, tokenizer, padding_free)
 
 
 def _remote(options: RolloutOptions, model: nn.Module, padding_free: bool) -> tuple[Generator, str]:
@@ -59,7 +59,7 @@ def _remote(options: RolloutOptions, model: nn.Module, padding_free: bool) -> tu
     return made, f"vLLM at {url}, which gets the weights in buckets{adapters}"
 
 
-def _colocated(options: RolloutOptions, model: nn.Module, tokenizer: Any) -> tuple[Generator, str]:
+def _colocated(options: RolloutOptions, model: nn.Module, tokenizer: Any, padding_free: bool) -> tuple[Generator, str]:
     check_version()
     inner = causal_model(model)
     name = inner.config.name_or_path
@@ -82,7 +82,14 @@ def _colocated(options: RolloutOptions, model: nn.Module, tokenizer: Any) -> tup
         )
     check_model(engine.facts, model, "in this process")
     sleeps = ", and sleeps while the policy is trained" if options.vllm_enable_sleep_mode else ""
-    return VLLMColocatedGenerator(engine, sleeps=options.vllm_enable_sleep_mode), f"vLLM in this process{sleeps}"
+    made = VLLMColocatedGenerator(
+        engine,
+        sleeps=options.vllm_enable_sleep_mode,
+        checked_every=options.vllm_weight_check_interval,
+        padding_free=padding_free,
+        computes_in=_dtype(options, model),
+    )
+    return made, f"vLLM in this process{sleeps}"
 
 
 def _dtype(options: Any, model: nn.Module) -> str:

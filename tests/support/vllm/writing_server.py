@@ -92,14 +92,14 @@ class Writes:
 
 
 @contextlib.contextmanager
-def writing_server(engine: Writes) -> Iterator[Running]:
-    """A server of it while it lasts."""
+def writing_server(engine: Writes, regex: str | None = None) -> Iterator[Running]:
+    """A server of it while it lasts, which says that completions must match something."""
     config = engine.model.config
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "model_type")
     shapes = {name: getattr(config, name) for name in names}
     info: dict[str, Any] = {"server": "lowtide", "protocol": PROTOCOL, "model": "m", "max_model_length": LONGEST}
     info |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "shapes": shapes}
-    info |= {"regex": None, "adapters": {"rank": engine.max_lora_rank, "count": 3}}
+    info |= {"regex": regex, "adapters": {"rank": engine.max_lora_rank, "count": 3}}
     with serving(Service(engine, info)) as running:
         yield running
 

@@ -28,9 +28,11 @@ from lowtide.score_rules import ScoreRule
 NEEDLESS = "lowtide's own generator keeps the keys and values of what is being written, and nothing else"
 OF_SERVER = (
     *("vllm_server_retries", "vllm_server_retry_pause", "max_inflight_tasks", "request_timeout"),
-    *("weight_sync_timeout", "vllm_weight_check_interval"),
+    "weight_sync_timeout",
 )
 """Options that say how a server is asked."""
+OF_VLLM = ("vllm_weight_check_interval",)
+"""Options of vLLM's copy of the weights."""
 BACKENDS = ("auto", "lowtide", "transformers")
 COPIED = ("copy", "merged")
 """Values of `generation_weights` that ask for a copy."""
@@ -225,7 +227,7 @@ class RolloutOptions(WritingOptions):
     vllm_server_retry_pause: float = option(5.0, "Seconds before it is asked again.", NOT_NEGATIVE)
     vllm_weight_check_interval: int = option(
         10,
-        "Copies of the weights between two checks that a server writes by them, beginning with the first one. 0: none.",
+        "Copies of the weights between two checks that vLLM writes by them, beginning with the first one. 0: none.",
         NOT_NEGATIVE,
     )
     vllm_group_port: int = option(51216, "Without effect.", COUNT)
@@ -325,6 +327,8 @@ class RolloutOptions(WritingOptions):
                     f"{each.name}={value:g} is for a server that writes: set use_vllm=True and vllm_mode='server', or "
                     "leave it out"
                 )
+            if each.name in OF_VLLM and value != each.default and not self.use_vllm:
+                raise ValueError(f"{each.name}={value:g} is for vLLM that writes: set use_vllm=True, or leave it out")
 
     @property
     def uncut_prompt_tokens(self) -> int | None:

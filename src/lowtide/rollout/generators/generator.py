@@ -43,6 +43,8 @@ class Sampling:
     """Texts that end a completion with the token that completes them."""
     never_ids: tuple[int, ...] = ()
     """Tokens that are not drawn, such as one that stands for an image."""
+    unconstrained: bool = False
+    """Whether tokens are drawn from all, whatever vLLM is told that completions must match."""
     others: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of transformers' `generate`, which alone reads them."""
 

@@ -203,7 +203,8 @@ class VLLMServe(Spoken):
         return held_of(self.labels(), label), found
 
     def _one(self, turn: Turn, sampling: Sampling, who: str) -> WrittenTurn:
-        more = {} if self.regex is None else {"structured_outputs": {"regex": self.regex}}
+        free = self.regex is None or sampling.unconstrained
+        more = {} if free else {"structured_outputs": {"regex": self.regex}}
         asked = {
             "model": who,
             "prompt": turn.token_ids,

@@ -24,7 +24,15 @@ from lowtide.ranks.world import distributed, objects_of_all_ranks
 from lowtide.rollout.generators.vllm.adapters import adapter_file, why_merged
 from lowtide.rollout.generators.vllm.backends import LowtideServer, VLLMServe
 from lowtide.rollout.generators.vllm.facts import Facts
-from lowtide.rollout.generators.vllm.fingerprint import HOW, distances, dtype_of, far, is_rounded, turns_of
+from lowtide.rollout.generators.vllm.fingerprint import (
+    HOW,
+    check_written,
+    dtype_of,
+    far,
+    is_due,
+    is_rounded,
+    turns_of,
+)
 from lowtide.rollout.generators.vllm.http import Calls, ServerError
 from lowtide.rollout.generators.vllm.label import Label, StaleWeights
 from lowtide.rollout.generators.vllm.limits import Limits
@@ -83,7 +91,7 @@ class CopiedWeights:
         if self.label is not None and self.label.version == version and self._is_current(model):
             return
         self._bring(model, version)
-        if not self._is_due:
+        if not is_due(self._count, self.limits.checked_every):
             return
         try:
             self.check(model)
@@ -93,20 +101,13 @@ class CopiedWeights:
             self._bring(model, version)
             self.check(model)
 
-    @property
-    def _is_due(self) -> bool:
-        """Whether the last copy is to be checked: the first of a run, which may have been resumed, and then one of so
-        many."""
-        every = self.limits.checked_every
-        return every > 0 and (self._count - 1) % every == 0
-
     def check(self, model: nn.Module) -> None:
         """Compares what the server writes with what the policy says of it.
 
         Raises:
             StaleWeights: it writes by other weights.
         """
-        if self.backend.regex is not None or not (_is_first() or is_sharded(model)):
+        if not (_is_first() or is_sharded(model)):
             return
         label, vocabulary = self.label, embedding_weight(model).shape[0]
         assert label is not None
@@ -114,14 +115,9 @@ class CopiedWeights:
         asked = self._again(lambda: self._written(turns, label, vocabulary)) if _is_first() else None
         written = objects_of_all_ranks(asked)[0] if is_sharded(model) else asked
         assert written is not None
-        new, again = distances(model, turns, written, padding_free=self.padding_free)
         most = far(self.computes_in or dtype_of(model), "" if is_rounded(model) else self.facts.dtype)
-        if not max(new, again) <= most:  # nor NaN
-            raise StaleWeights(
-                f"{self.backend.whose} does not write by the weights after step {label.version} that it was sent: its "
-                f"log-probabilities are {new:.2g} nats away from the policy's after a prompt that is new to it, and "
-                f"{again:.2g} after one that its prefix cache may hold, where rounding makes {most:g} at most"
-            )
+        what = f"{self.backend.whose} does not write by the weights after step {label.version} that it was sent"
+        check_written(model, turns, written, most=most, padding_free=self.padding_free, what=what)
 
     def _written(self, turns: Sequence[Turn], label: Label, vocabulary: int) -> list[WrittenTurn]:
         backend, found = self.backend.by(self._calls()), []

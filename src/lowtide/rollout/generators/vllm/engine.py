@@ -146,7 +146,7 @@ class Engine:
         more: dict[str, Any] = {}
         if sampling.stop_strings:
             more = {"stop": list(sampling.stop_strings), "include_stop_str_in_output": True}
-        if self.options.structured_outputs_regex is not None:
+        if self.options.structured_outputs_regex is not None and not sampling.unconstrained:
             constrained = part_of_vllm("vllm.sampling_params").StructuredOutputsParams
             more["structured_outputs"] = constrained(regex=self.options.structured_outputs_regex)
         return part_of_vllm("vllm").SamplingParams(

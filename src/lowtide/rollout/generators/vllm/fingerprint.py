@@ -19,13 +19,14 @@ from lowtide.engine.reference import logprobs
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
 from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn
 from lowtide.score_rules import IGNORE
 
 PROMPT = 160
 """Tokens; a block of vLLM's cache has 16 on a GPU, and 128 on a CPU."""
 WRITTEN = 8
-HOW = Sampling(WRITTEN)
+HOW = Sampling(WRITTEN, unconstrained=True)
 FAR = {"float64": 0.01, "float32": 0.01}
 """Nats, as a mean over the written tokens, by what the coarser of the two computes in: above it the weights differ."""
 FAR_IN_16_BITS = 0.25
@@ -61,6 +62,42 @@ def distances(
     said = torch.tensor([number for each in written for number in each.logprobs], dtype=torch.float64)
     off = (found.double().cpu() - said).abs()
     return [part.mean().item() for part in off.split([len(each.token_ids) for each in written])]
+
+
+def check_written(
+    model: nn.Module,
+    turns: Sequence[Turn],
+    written: Sequence[WrittenTurn],
+    *,
+    most: float,
+    padding_free: bool,
+    what: str,
+) -> None:
+    """Compares what was written for a fingerprint with what the policy says of it.
+
+    Args:
+        most: nats that rounding makes at most (`far`).
+        what: "NAME does not write by SUCH WEIGHTS", for the message.
+
+    Raises:
+        StaleWeights: other weights wrote it.
+    """
+    new, again = distances(model, turns, written, padding_free=padding_free)
+    if not max(new, again) <= most:  # nor NaN
+        raise StaleWeights(
+            f"{what}: its log-probabilities are {new:.2g} nats away from the policy's after a prompt that is new to "
+            f"it, and {again:.2g} after one that its prefix cache may hold, where rounding makes {most:g} at most"
+        )
+
+
+def is_due(count: int, every: int) -> bool:
+    """Whether a copy of the weights is to be checked: the first of a run, which may have been resumed, and then one of
+    so many; none of 0.
+
+    Args:
+        count: of the copies of a run, it among them.
+    """
+    return every > 0 and (count - 1) % every == 0
 
 
 def dtype_of(model: nn.Module) -> str:

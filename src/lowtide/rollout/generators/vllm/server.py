@@ -41,7 +41,7 @@ from lowtide.rollout.generators.vllm.weights import MAX_BODY_BYTES, Assembly, fr
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised when a client of another one would misunderstand."""
 MAX_CONNECTIONS = 256
 """Calls at a time: one for each rank of a training. Further ones are closed."""

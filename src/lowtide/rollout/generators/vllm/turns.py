@@ -157,6 +157,7 @@ def _sampling(given: dict[str, Any]) -> Sampling:
         lists[name] = tuple(each)
     others = given.get("others", {})
     _check(isinstance(others, dict) and not others, "`others` of the sampling has to be empty, as vLLM reads none")
+    _check(isinstance(given.get("unconstrained", False), bool), "`unconstrained` has to be true or false")
     return Sampling(**{**given, **lists})
 
 

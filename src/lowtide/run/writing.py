@@ -205,6 +205,8 @@ def chosen_copy(
         return ChosenCopy(None, f"; by no copy of the weights, since {reason}")
     copy = GenerationCopy(merges=asked == "merged")
     size = size_of(copy)
+    if getattr(options, "memory_budget", None) is not None:
+        device_bytes = None  # the room of the device is not the run's
     if size == 0:
         return ChosenCopy(None)
     if asked == "auto" and not has_room(size, states(), device_bytes, waits=not options.optimizer_in_backward):

@@ -126,3 +126,13 @@ def test_rows_in_pieces_have_their_keys_somewhere_and_no_step_in_backward():
     assert {"chain_storage": "host"} in [choice.options for choice in found]
     assert not any("optimizer_in_backward" in choice.options for choice in found)
     assert not any("chain_storage" in choice.options for choice in choices(setting("cuda")))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_copy_that_a_gpu_writes_by_may_be_left_out(device):
+    online = vars(lowtide.GRPOConfig(output_dir="run", use_cpu=True))
+    asked = dataclasses.replace(setting(device), names={*online, "dtype", "use_peft"}, defaults=online)
+    written = [choice for choice in choices(asked) if choice.options == {"generation_weights": "trained"}]
+    assert len(written) == (device == "cuda")
+    given = dataclasses.replace(asked, requested={"generation_weights": "copy"})
+    assert not any("generation_weights" in choice.options for choice in choices(given))

@@ -122,6 +122,7 @@ def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
         "precision": [Choice("precision as it is"), *_precision(setting)],
         "trained": [Choice("trained as it is"), *_trained(setting)],
         "keys": [Choice("keys on the device"), *_keys(setting, sizes)],
+        "writing": [Choice("written as it is"), *_writing(setting)],
     }
     if sizes.in_pieces:
         offered = {name: [each for each in choices if not each.whole] for name, choices in offered.items()}
@@ -285,6 +286,13 @@ def _streamed(setting: Setting) -> Iterator[Choice]:
 def _trained(setting: Setting) -> Iterator[Choice]:
     if not setting.adapters:
         yield Choice("LoRA", {"use_peft": True}, slower=0.8, changes=LORA, last_resort=True)
+
+
+def _writing(setting: Setting) -> Iterator[Choice]:
+    """What completions are written by: without the copy of the weights that a GPU with room for one has."""
+    if setting.device_kind == "cuda":
+        options = {"generation_weights": "trained"}
+        yield Choice("written by the weights themselves", options, slower=1.1)
 
 
 def _keys(setting: Setting, sizes: Sizes) -> Iterator[Choice]:

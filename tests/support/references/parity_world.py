@@ -140,9 +140,17 @@ def rows_of(format: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [FORMATS[format](question, answer) for question, answer in sums(count, seed)]
 
 
-@cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a byte-level BPE tokenizer with ChatML's template and generation marks."""
+    """Returns a byte-level BPE tokenizer with ChatML's template and generation marks: a new one, which a test may
+    change."""
+    bpe = Tokenizer.from_str(_trained_bpe())
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
+    )
+
+
+@cache
+def _trained_bpe() -> str:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -153,9 +161,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator([" ".join(pair) for pair in sums(200)], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=CHATML
-    )
+    return bpe.to_str()
 
 
 def runs_of(cases: Collection[str], quick: Collection[str], long: Collection[str]) -> Any:

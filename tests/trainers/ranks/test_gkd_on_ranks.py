@@ -15,6 +15,8 @@ from tests.support.ranks.sharded_training import meeting_place, rank_of, trained
 
 pytestmark = pytest.mark.slow
 ZERO: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}}
+BY_GRADIENTS = {"optim": "sgd", "learning_rate": 0.5}
+"""AdamW makes steps of gradients that are rounding alone, and a rank with parts of rows or layers rounds otherwise."""
 CASES: dict[str, dict[str, Any]] = {
     "copies": {},
     "shards": {"fsdp": True},
@@ -35,16 +37,16 @@ CASES: dict[str, dict[str, Any]] = {
     "split sequences, LoRA": {"sequence": 2, "lora": True, "beta": 1.0},
     "split sequences, in pieces": {"sequence": 2, "tokens_per_microbatch": 20},
     "split sequences, in pieces, shards": {"sequence": 2, "fsdp": True, "tokens_per_microbatch": 20, "beta": 0.0},
-    "split sequences, written": {"sequence": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
+    "split sequences, written": {"sequence": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6, **BY_GRADIENTS},
     "split layers": {"tensor": 2},
     "split layers, LoRA": {"tensor": 2, "lora": True, "beta": 0.0, "tokens_per_microbatch": 60},
     "split layers, written": {
         **{"tensor": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
-        **{"optim": "sgd", "learning_rate": 0.5},  # AdamW makes steps of gradients that are rounding alone
+        **BY_GRADIENTS,
     },
     "stages": {"stages": 2, "tokens_per_microbatch": 60},
     "stages, LoRA": {"stages": 2, "lora": True, "beta": 1.0},
-    "stages, written": {"stages": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
+    "stages, written": {"stages": 2, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6, **BY_GRADIENTS},
     "ZeRO-3": {"deepspeed": ZERO},
     "ZeRO-3, written": {"deepspeed": ZERO, "lmbda": 0.6, "seq_kd": True, "max_new_tokens": 6},
 }

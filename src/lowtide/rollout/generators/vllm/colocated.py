@@ -6,7 +6,6 @@ back. Before the next batch it takes that of the weights again, they are copied,
 
 from __future__ import annotations
 
-import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from lowtide.rollout.generators.generator import Completion, Reply, Request, Sam
 from lowtide.rollout.generators.vllm.engine import Engine
 from lowtide.rollout.generators.vllm.fingerprint import (
     HOW,
+    check_or_bring_again,
     check_written,
     dtype_of,
     far,
@@ -30,7 +30,6 @@ from lowtide.rollout.generators.vllm.label import Label, StaleWeights
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, check_answer, check_length, write_all
 from lowtide.rollout.generators.vllm.weights import MAX_BUCKET_BYTES, Copies, buckets
 
-logger = logging.getLogger(__name__)
 WHOSE = "the colocated vLLM"
 
 
@@ -75,15 +74,12 @@ class VLLMColocatedGenerator:
         if self.label is not None and self.label.version == version and self._copies.current(model):
             return
         self._bring(model, version)
-        if not is_due(self._count, self.checked_every):
-            return
-        try:
-            self.check(model)
-        except StaleWeights as error:
-            logger.warning(f"{error}. All weights are copied again")
-            self.label = None
-            self._bring(model, version)
-            self.check(model)
+        if is_due(self._count, self.checked_every):
+            check_or_bring_again(lambda: self.check(model), lambda: self._bring_all(model, version), "copied")
+
+    def _bring_all(self, model: nn.Module, version: int) -> None:
+        self.label = None
+        self._bring(model, version)
 
     def check(self, model: nn.Module) -> None:
         """Compares what the engine writes with what the policy says of it.

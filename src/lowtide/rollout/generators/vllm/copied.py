@@ -8,7 +8,6 @@ layer at a time is whole while it is sent, for which all ranks are needed.
 from __future__ import annotations
 
 import collections
-import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from lowtide.rollout.generators.vllm.backends import LowtideServer, VLLMServe
 from lowtide.rollout.generators.vllm.facts import Facts
 from lowtide.rollout.generators.vllm.fingerprint import (
     HOW,
+    check_or_bring_again,
     check_written,
     dtype_of,
     far,
@@ -34,13 +34,11 @@ from lowtide.rollout.generators.vllm.fingerprint import (
     turns_of,
 )
 from lowtide.rollout.generators.vllm.http import Calls, ServerError
-from lowtide.rollout.generators.vllm.label import Label, StaleWeights
+from lowtide.rollout.generators.vllm.label import Label
 from lowtide.rollout.generators.vllm.limits import Limits
 from lowtide.rollout.generators.vllm.retries import asked_again
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn, check_answer
 from lowtide.rollout.generators.vllm.weights import Copies, Mark, buckets, is_adapter, marks_of, to_bytes
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -91,15 +89,12 @@ class CopiedWeights:
         if self.label is not None and self.label.version == version and self._is_current(model):
             return
         self._bring(model, version)
-        if not is_due(self._count, self.limits.checked_every):
-            return
-        try:
-            self.check(model)
-        except StaleWeights as error:
-            logger.warning(f"{error}. All weights are sent again")
-            self.label = None
-            self._bring(model, version)
-            self.check(model)
+        if is_due(self._count, self.limits.checked_every):
+            check_or_bring_again(lambda: self.check(model), lambda: self._bring_all(model, version), "sent")
+
+    def _bring_all(self, model: nn.Module, version: int) -> None:
+        self.label = None
+        self._bring(model, version)
 
     def check(self, model: nn.Module) -> None:
         """Compares what the server writes with what the policy says of it.

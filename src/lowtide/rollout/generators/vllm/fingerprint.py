@@ -8,8 +8,9 @@ time and longer than a block of its cache, whose keys it takes from there where 
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn
 from lowtide.score_rules import IGNORE
+
+logger = logging.getLogger(__name__)
 
 PROMPT = 160
 """Tokens; a block of vLLM's cache has 16 on a GPU, and 128 on a CPU."""
@@ -98,6 +101,25 @@ def is_due(count: int, every: int) -> bool:
         count: of the copies of a run, it among them.
     """
     return every > 0 and (count - 1) % every == 0
+
+
+def check_or_bring_again(check: Callable[[], None], bring: Callable[[], None], done: str) -> None:
+    """Checks which weights are written by, and once more after all of them were brought again where they are others.
+
+    Args:
+        check: raises `StaleWeights` where they are.
+        bring: brings all weights anew.
+        done: what is done to them again, for the log.
+
+    Raises:
+        StaleWeights: they still are.
+    """
+    try:
+        check()
+    except StaleWeights as error:
+        logger.warning(f"{error}. All weights are {done} again")
+        bring()
+        check()
 
 
 def dtype_of(model: nn.Module) -> str:

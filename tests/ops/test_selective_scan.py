@@ -48,7 +48,7 @@ def test_values_states_and_gradients_are_those_of_the_loop(prefix: str, chunk: i
     plan, given = plan_of(PREFIXES[prefix]), inputs()
     wanted = by_loop(plan, *given)
 
-    out, finals = SelectiveScan(*given[:5]).over(RecurrenceLayout.of(plan, chunk), given[5], final=True)
+    out, finals = SelectiveScan(*given[:5]).over(plan, chunk, given[5], final=True)
 
     assert finals is not None
     torch.testing.assert_close(out, wanted[0], atol=1e-11, rtol=0)
@@ -58,9 +58,9 @@ def test_values_states_and_gradients_are_those_of_the_loop(prefix: str, chunk: i
 
 
 def test_without_initial_states_they_are_zero():
-    given, layout = inputs(), RecurrenceLayout.of(plan_of(PREFIXES["cut"]), 4)
-    out, finals = SelectiveScan(*given[:5]).over(layout)
-    zeros = SelectiveScan(*given[:5]).over(layout, torch.zeros_like(given[5]))[0]
+    given, plan = inputs(), plan_of(PREFIXES["cut"])
+    out, finals = SelectiveScan(*given[:5]).over(plan, 4)
+    zeros = SelectiveScan(*given[:5]).over(plan, 4, torch.zeros_like(given[5]))[0]
     assert finals is None
     torch.testing.assert_close(out, zeros, atol=0, rtol=0)
 
@@ -68,11 +68,10 @@ def test_without_initial_states_they_are_zero():
 def test_a_segments_values_are_the_same_beside_any_other():
     plan, given = plan_of(PREFIXES["apart"]), [each.detach() for each in inputs()]
     own = slice(plan.segments[4].start, plan.segments[4].stop)
-    layout = RecurrenceLayout.of(plan, 4)
-    once = SelectiveScan(*given[:5]).over(layout)[0][own]
+    once = SelectiveScan(*given[:5]).over(plan, 4)[0][own]
     for number in (0, 1, 3, 4):
         given[number] = torch.cat([given[number][: own.start].flip(0) * 3, given[number][own.start :]])
-    assert torch.equal(SelectiveScan(*given[:5]).over(layout)[0][own], once)
+    assert torch.equal(SelectiveScan(*given[:5]).over(plan, 4)[0][own], once)
 
 
 def test_a_step_is_a_segment_of_one_token():
@@ -82,7 +81,7 @@ def test_a_step_is_a_segment_of_one_token():
     out, state = SelectiveScan(x[first], dt[first], A, B[first], C[first]).step(initial)
     wanted, _ = by_loop(plan, x, dt, A, B, C, initial)
     torch.testing.assert_close(out, wanted[first], atol=1e-12, rtol=0)
-    whole = SelectiveScan(x, dt, A, B, C).over(RecurrenceLayout.of(plan, 4), initial, final=True)[1]
+    whole = SelectiveScan(x, dt, A, B, C).over(plan, 4, initial, final=True)[1]
     assert whole is not None
     torch.testing.assert_close(state[[1, 7]], whole[[1, 7]], atol=1e-12, rtol=0)  # they have one token
 
@@ -97,16 +96,15 @@ def test_only_inputs_and_the_states_between_chunks_are_kept_for_backward():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layout = RecurrenceLayout.of(plan, 4)
-        SelectiveScan(*given[:5]).over(layout)
-    chunks = sum(layout.counts)
+        SelectiveScan(*given[:5]).over(plan, 4)
+    chunks = sum(RecurrenceLayout.of(plan, 4).counts)
     of_inputs = chunks * 4 * (2 * CHANNELS + 2 * WIDTH) + CHANNELS * WIDTH
     assert sum(seen.values()) <= 8 * (of_inputs + chunks * CHANNELS * WIDTH + chunks * 4)
 
 
 def test_sums_are_in_float32_and_autocast_changes_nothing():
-    given, layout = [each.detach().bfloat16() for each in inputs()], RecurrenceLayout.of(plan_of(PREFIXES["cut"]), 4)
+    given, plan = [each.detach().bfloat16() for each in inputs()], plan_of(PREFIXES["cut"])
     with torch.autocast("cpu", torch.bfloat16):
-        out = SelectiveScan(*given[:5]).over(layout)[0]
+        out = SelectiveScan(*given[:5]).over(plan, 4)[0]
     assert out.dtype == torch.float32
-    assert torch.equal(out, SelectiveScan(*[each.float() for each in given[:5]]).over(layout)[0])
+    assert torch.equal(out, SelectiveScan(*[each.float() for each in given[:5]]).over(plan, 4)[0])

@@ -12,6 +12,8 @@ from lowtide.ranks.sharding import Sharding
 from lowtide.run import engine as setup
 from lowtide.run.engine import install_engine
 from tests.support.matrix.matrix import build
+from tests.support.models.architectures import build as architecture
+from tests.support.references.library_kernels import on_a_gpu, put_in_place  # noqa: F401
 
 
 def arguments(**given) -> Any:
@@ -73,3 +75,20 @@ def test_another_failure_of_the_ragged_forward_is_named(monkeypatch, caplog):
         "model type llama cannot run segments that are laid end to end (RuntimeError: shape '[3, 4]' is invalid)"
     )
     assert f"running padded: {engine.reason}" in caplog.text
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_run_says_which_kernels_compute_recurrent_layers(monkeypatch):
+    args = arguments(place_model_on_device=False, device=torch.device("cuda"))
+    model = architecture("qwen3_5").bfloat16()
+    rule = "chunk_gated_delta_rule of flash-linear-attention"
+    convolution = "causal_conv1d_fn of causal-conv1d"
+    missing = f"torch in the place of {convolution}, which is not installed"
+    assert install_engine(model, args).mixing == f"{missing}; torch in the place of {rule}, which is not installed"
+    put_in_place(monkeypatch)
+    monkeypatch.setattr("lowtide.ops.library_kernels._found", {})
+    assert install_engine(model, args).mixing == f"{convolution}, proved; {rule}, proved"
+    assert install_engine(model.float(), args).mixing.endswith("takes 16 bits, where these layers compute in float32")
+    assert install_engine(build("SFT", 64), args).mixing == ""
+    args.device = torch.device("cpu")
+    assert install_engine(model, args).mixing == ""

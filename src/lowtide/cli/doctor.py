@@ -59,6 +59,8 @@ OPTIONAL = (
     Optional(
         "flash_attn", "flash-attn", "attention on a GPU by flash-attn 2; torch's own serves too", "lowtide[flash]"
     ),
+    Optional("fla", "flash-linear-attention", "recurrent layers on a GPU, in 16 bits", "flash-linear-attention"),
+    Optional("causal_conv1d", "causal-conv1d", "short convolutions on a GPU, in 16 bits", "causal-conv1d"),
     Optional("lm_eval", "lm-eval", "lm-eval's tasks in lowtide evaluate", "lowtide[eval]"),
     Optional("gguf", "gguf", "files for llama.cpp (lowtide export)", "lowtide[gguf]"),
     Optional("vllm", "vllm", "completions of online methods by vLLM, in an environment of its own", "vllm"),

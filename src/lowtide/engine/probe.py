@@ -40,6 +40,7 @@ from lowtide.engine.over_ranks.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
 from lowtide.ops.attention.attention_plan import PLAN
 from lowtide.ops.attention.varlen_attention import BACKENDS, observed_backends
+from lowtide.ops.library_kernels import Kernel, observed_kernels
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.score_rules import IGNORE, NEXT_TOKEN, ScoreRule, ShiftedRight
@@ -250,6 +251,20 @@ def attention_backends(model: nn.Module) -> list[str]:
     with inference(model), observed_backends() as names:
         score(model, tiny_batch(model))
     return [backend.title for name, backend in BACKENDS.items() if name in names]
+
+
+def mixing_kernels(model: nn.Module) -> dict[Kernel, str | None]:
+    """The kernels of other libraries that a model's recurrent layers and short convolutions ask for without padding,
+    with why one does not serve; empty where none is asked for, as on a CPU.
+
+    Args:
+        model: prepared by `install`, in the precision that it computes in (`engine.forward.compute_in`).
+    """
+    if not mixers(causal_model(model)):
+        return {}
+    with inference(model), observed_kernels() as kernels:
+        score(model, tiny_batch(model))
+    return kernels
 
 
 def tiny_batch(model: nn.Module) -> RaggedBatch:

@@ -18,7 +18,7 @@ from lowtide.ops.attention.attention_plan import AttentionPlan, Sight
 from lowtide.ops.attention.chained_attention import joined
 from lowtide.ops.attention.piece_keys import PieceKeys
 from lowtide.ops.convolution import causal_convolution
-from lowtide.ops.recurrence import Recurrence, RecurrenceLayout
+from lowtide.ops.recurrence import Recurrence
 
 
 def chained_recurrence(layer: Hashable, recurrence: Recurrence, plan: AttentionPlan, chunk: int) -> Tensor:
@@ -29,13 +29,12 @@ def chained_recurrence(layer: Hashable, recurrence: Recurrence, plan: AttentionP
         chunk: tokens of a chunk.
     """
     piece, initial = plan.piece, None
-    layout = RecurrenceLayout.of(plan, chunk)
     if piece is None:
-        return recurrence.over(layout)[0]
+        return recurrence.over(plan, chunk)[0]
     if piece.before is not None:
         state = _Before.apply(recurrence.like, layer, piece.before)
         initial = state.expand(len(plan.segments), *[-1] * (state.ndim - 1))
-    out, states = recurrence.over(layout, initial, final=piece.keeps)
+    out, states = recurrence.over(plan, chunk, initial, final=piece.keeps)
     if states is None:
         return out
     if piece.records:

@@ -3,19 +3,27 @@
 Where there is none, a tap reads zero. Only the first tokens of a segment read elsewhere than in the tokens right before
 them, so the taps are shifts of the whole sequence in which a few rows are replaced. The shifts are made anew in
 backward, so that nothing is kept but the input.
+
+On a GPU the kernel of causal-conv1d (github.com/Dao-AILab/causal-conv1d) computes it where it is installed. It knows
+which sequence a token is of; the last inputs of a prefix are copied before each segment that goes on from it.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.ops.attention.attention_plan import AttentionPlan
-from lowtide.ragged import sent
+from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, gathered, scattered
+from lowtide.ops.library_kernels import Kernel, serving, values_and_gradients
+from lowtide.ragged import RaggedBatch, sent
+
+KERNEL = Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn")
 
 
 class _Back(NamedTuple):
@@ -40,11 +48,60 @@ def causal_convolution(
         weight: the last tap is the token's own.
 
     Returns:
-        In the type of `x`; sums of 16-bit numbers are rounded once.
+        In the wider type of both, or by a kernel in that of `x`; sums of 16-bit numbers are rounded once.
     """
+    channels, taps = weight.shape
+    kernel = None
+    if 2 <= taps <= 4 and channels % 8 == 0:
+        kernel = serving(KERNEL, x, x.dtype, (channels, taps), functools.partial(_beside_the_operation, x, weight))
+    return _plainly(x, weight, plan) if kernel is None else _by_kernel(kernel, x, weight, plan)
+
+
+def _plainly(x: Tensor, weight: Tensor, plan: AttentionPlan) -> Tensor:
     taps = weight.shape[1]
     backs = plan.once(("taps", taps), lambda: tuple(_back(plan, distance) for distance in range(1, taps)))
     return _Convolution.apply(x, weight, backs, plan.tokens)
+
+
+class _Sequences(NamedTuple):
+    """Segments end to end, each behind the last inputs of its prefix."""
+
+    numbers: Int32[Tensor, "1 places"]
+    """Of each place the segment."""
+    gather: Gather | None
+
+
+def _sequences(plan: AttentionPlan, reach: int) -> _Sequences:
+    places, lengths = Places(), []
+    for part in plan.segments:
+        before = plan.before(part)
+        if before is not None:
+            before = before._replace(start=max(before.start, before.stop - reach))
+            (places.put_or_share if plan.carried else places.share)(before)
+        places.put(part, part.length)
+        lengths.append(part.length + (before.length if before is not None else 0))
+    numbers = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    return _Sequences(sent(numbers[None], plan.device), places.gather(plan, plan.key_tokens))
+
+
+def _by_kernel(kernel: Callable[..., Any], x: Tensor, weight: Tensor, plan: AttentionPlan) -> Tensor:
+    """Channels lie side by side, which the kernel asks for where it is told of sequences."""
+    taps = weight.shape[1]
+    sequences = plan.once(("sequences", taps), lambda: _sequences(plan, taps - 1))
+    laid = gathered(x.contiguous(), sequences.gather)
+    out = kernel(laid.T[None], weight.contiguous(), seq_idx=sequences.numbers)
+    return scattered(out[0].T, sequences.gather)[: plan.tokens]
+
+
+def _beside_the_operation(x: Tensor, weight: Tensor, kernel: Callable[..., Any]) -> list[tuple[Tensor, Tensor]]:
+    """What a kernel and the operation here compute of random inputs like these."""
+    draws = torch.Generator().manual_seed(0)
+    rows = RaggedBatch.from_segments([[1] * n for n in (70, 40, 2, 130)], prefix=[-1, (0, 33), 0, -1], row=[0, 0, 0, 1])
+    plan = AttentionPlan.build(rows.to(x.device))
+    shapes = ((plan.tokens, len(weight)), weight.shape)
+    given = [torch.randn(shape, generator=draws).to(like) for shape, like in zip(shapes, (x, weight), strict=True)]
+    found = values_and_gradients(lambda x, weight: [_by_kernel(kernel, x, weight, plan)], given)
+    return [*zip(found, values_and_gradients(lambda x, weight: [_plainly(x, weight, plan)], given), strict=True)]
 
 
 def _back(plan: AttentionPlan, distance: int) -> _Back:
@@ -72,7 +129,7 @@ class _Convolution(torch.autograd.Function):
         out = x[:tokens] * by_distance[0]
         for back in backs:
             out.addcmul_(_shifted(x, back, tokens).to(wide), by_distance[back.distance])
-        return out.to(x.dtype)
+        return out.to(torch.promote_types(x.dtype, weight.dtype))
 
     @staticmethod
     @once_differentiable

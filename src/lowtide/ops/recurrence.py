@@ -72,7 +72,7 @@ class RecurrenceLayout:
     @classmethod
     def _build(cls, plan: AttentionPlan, chunk: int) -> RecurrenceLayout:
         before = [part.after(plan.segments) for part in plan.segments]
-        cuts = _cuts(plan.segments, before)
+        cuts = cuts_of(plan.segments, before)
         chunks = [_chunks(part, cut, chunk) for part, cut in zip(plan.segments, cuts, strict=True)]
         levels: list[_Level] = []
         order: list[int] = []
@@ -94,9 +94,9 @@ class RecurrenceLayout:
                 ends = [chunks[number][step].stop - plan.segments[number].start for number in taken]
                 wanted = [rank for rank, number in enumerate(taken) if not after and ends[rank] in cuts[number]]
                 kept |= {(taken[rank], ends[rank]): len(kept) + n for n, rank in enumerate(wanted)}
-                ranks.append(_sent(wanted, plan.device) if wanted else None)
-            held = None if starts is None else _sent(starts, plan.device)
-            levels.append(_Level(_sent(members, plan.device), tuple(steps), tuple(ranks), held))
+                ranks.append(on_device(wanted, plan.device) if wanted else None)
+            held = None if starts is None else on_device(starts, plan.device)
+            levels.append(_Level(on_device(members, plan.device), tuple(steps), tuple(ranks), held))
             order += members
         real = None
         if places.padded:
@@ -104,7 +104,7 @@ class RecurrenceLayout:
             real = sent(torch.cat(widths).float()[:, None], plan.device)
         inverse = sorted(range(len(order)), key=order.__getitem__)
         gather = places.gather(plan, plan.tokens)
-        return cls(chunk, gather, real, tuple(levels), _sent(inverse, plan.device))
+        return cls(chunk, gather, real, tuple(levels), on_device(inverse, plan.device))
 
     @property
     def counts(self) -> list[int]:
@@ -131,11 +131,13 @@ class Recurrence(Protocol):
         ...
 
     def over(
-        self, layout: RecurrenceLayout, initial: Tensor | None = None, *, final: bool = False
+        self, plan: AttentionPlan, chunk: int, initial: Tensor | None = None, *, final: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """What each token reads off its state, and the states after the segments if `final`.
 
         Args:
+            plan: of the segments.
+            chunk: tokens of a chunk.
             initial: [segments, ...], the states that segments without a prefix start from; zero if None.
         """
         ...
@@ -160,11 +162,12 @@ class Recurrence(Protocol):
         ...
 
 
-def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+def on_device(numbers: Sequence[int], device: torch.device) -> Int[Tensor, " numbers"]:
+    """Host integers on a device."""
     return sent(torch.tensor(numbers, dtype=torch.long), device)
 
 
-def _cuts(segments: Sequence[Segment], before: Sequence[int]) -> list[set[int]]:
+def cuts_of(segments: Sequence[Segment], before: Sequence[int]) -> list[set[int]]:
     """Of each segment after how many tokens others go on from it."""
     cuts: list[set[int]] = [set() for _ in segments]
     for part, seen in zip(segments, before, strict=True):
@@ -246,38 +249,6 @@ def linear_recurrence(
         outs, finals = scan(lambda number, state: _step(*chunks[number], state), layout, start, final)
         out = torch.cat(outs).transpose(1, 2).contiguous().flatten(0, 1)
     return scattered(out, layout.gather), finals
-
-
-@dataclass(frozen=True)
-class LinearRecurrence:
-    """`linear_recurrence` of given tokens, [tokens, heads, ...] each; see there."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    log_decay: Tensor
-    beta: Tensor | None
-
-    @property
-    def like(self) -> Tensor:
-        return self.value
-
-    def over(
-        self, layout: RecurrenceLayout, initial: Tensor | None = None, *, final: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        given = (self.query, self.key, self.value, self.log_decay, self.beta)
-        return linear_recurrence(*given, layout, initial, final=final)
-
-    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        return recurrence_step(self.query, self.key, self.value, self.log_decay, self.beta, state)
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        return self.value.shape[1], self.key.shape[1]
-
-    def mapped(self, heads: Laying, keys: Laying, weights: Laying) -> LinearRecurrence:
-        beta = None if self.beta is None else heads(self.beta)
-        return LinearRecurrence(keys(self.query), keys(self.key), heads(self.value), heads(self.log_decay), beta)
 
 
 def recurrence_step(

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.ops.attention.attention_plan import scattered
+from lowtide.ops.attention.attention_plan import AttentionPlan, scattered
 from lowtide.ops.recurrence import Laying, RecurrenceLayout, scan
 
 CHUNK_OF_SCAN = 16
@@ -48,7 +48,8 @@ class SelectiveScan:
 
     def over(
         self,
-        layout: RecurrenceLayout,
+        plan: AttentionPlan,
+        chunk: int,
         initial: Float[Tensor, "segments channels width"] | None = None,
         *,
         final: bool = False,
@@ -56,9 +57,11 @@ class SelectiveScan:
         """What each token reads off its state, and the states after the segments if `final`.
 
         Args:
+            plan: of the segments.
+            chunk: tokens of a chunk.
             initial: the states that segments without a prefix start from; zero if None.
         """
-        dtype = torch.promote_types(self.x.dtype, torch.float32)
+        dtype, layout = torch.promote_types(self.x.dtype, torch.float32), RecurrenceLayout.of(plan, chunk)
         with torch.autocast(self.x.device.type, enabled=False):
             x, B, C = (layout.lay(each.to(dtype)) for each in (self.x, self.B, self.C))
             dt = layout.lay(self.dt.to(dtype), masked=True)  # a step of zero neither writes nor forgets

@@ -25,7 +25,7 @@ from lowtide.engine.heads import head_of
 from lowtide.engine.image_proof import ImageProof, ShownRow
 from lowtide.engine.layers.rotary import kinds_by_length, rows_alike
 from lowtide.engine.over_ranks.splitting import split_over
-from lowtide.engine.probe import Probe, attention_backends, probe
+from lowtide.engine.probe import Probe, attention_backends, mixing_kernels, probe
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
 from lowtide.engine.weights.sharded.fully_shard import shard_model
@@ -60,6 +60,8 @@ class Engine:
     """What autocast takes products in; None for the dtype of the weights."""
     attention: str = ""
     """What attention runs on, where another implementation was asked for and is not used."""
+    mixing: str = ""
+    """What recurrent layers and short convolutions run on, where kernels of other libraries could compute them."""
     sequences: str = ""
     """How sequences are split over ranks; empty where they are not."""
     images: Sequence[ShownRow] = ()
@@ -95,7 +97,7 @@ def install_engine(model: nn.Module, args: TrainingConfig, reader: ImageReader |
     engine = replace(_proved(model, args, reader), computed_in=mixed)
     _warn_of_packing(args, engine)
     compute_in(model, mixed)
-    engine = replace(engine, attention=_other_attention(model, args, engine))
+    engine = replace(engine, attention=_other_attention(model, args, engine), mixing=_mixing(model, args, engine))
     if args.sharding.pipeline_parallel > 1:
         cut_into_stages(model, Pipeline.of_size(args.sharding.pipeline_parallel), args.device)
         check_stage(model)
@@ -198,6 +200,17 @@ def _other_attention(model: nn.Module, args: TrainingConfig, engine: Engine) -> 
         f"{runs_on}. {args.asked_attention!r} is not used: it is for padding_free=False; without padding lowtide "
         "chooses by device and model, and keeps rows apart with each"
     )
+
+
+def _mixing(model: nn.Module, args: TrainingConfig, engine: Engine) -> str:
+    """Which kernels of other libraries compute recurrent layers and short convolutions, and why others do not; empty
+    where none could."""
+    if not engine.padding_free or args.device.type != "cuda" or isinstance(next(model.parameters()), FakeTensor):
+        return ""
+    asked = mixing_kernels(model)
+    used = [f"{kernel}, proved" for kernel, reason in asked.items() if reason is None]
+    left = [f"torch in the place of {kernel}, which {reason}" for kernel, reason in asked.items() if reason is not None]
+    return "; ".join([*used, *left])
 
 
 def _implementation(model: nn.Module) -> str:

@@ -29,7 +29,8 @@ from lowtide.engine.over_ranks.split_plan import SplitPlan
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.chained_recurrence import chained_convolution, chained_recurrence
-from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, LinearRecurrence, Recurrence
+from lowtide.ops.linear_recurrence import LinearRecurrence
+from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, Recurrence
 from lowtide.ops.selective_scan import CHUNK_OF_SCAN, SelectiveScan
 
 HELD = ("cache_params", "past_key_values", "attention_mask")
@@ -129,7 +130,7 @@ def _convolution(
     """`causal_conv1d_fn`: [1, channels, tokens] to the same."""
     call = _call.get()
     plan, of_layer = call.plan, (call.layer, "taps")
-    x = hidden_states[0].T.to(weight.dtype)
+    x = hidden_states[0].T
     if isinstance(plan, AttentionPlan):
         out = chained_convolution(of_layer, x, weight, plan)
     else:

@@ -19,7 +19,7 @@ from lowtide.ops.attention.cached_attention import CachedPlan, Part, as_bias, ga
 from lowtide.ops.attention.cached_flash import Starts, gather_used, serves, starts_of
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
 from lowtide.ops.convolution import causal_convolution
-from lowtide.ops.recurrence import Recurrence, RecurrenceLayout
+from lowtide.ops.recurrence import Recurrence
 from lowtide.ragged import PositionRule, RaggedBatch, Segment, Shown
 from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
 from lowtide.score_rules import IGNORE
@@ -67,7 +67,7 @@ class PromptPlan(CachedPlan):
         return varlen_attention(query, key, value, self.ragged, **asked)
 
     def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Tensor:
-        out, states = recurrence.over(RecurrenceLayout.of(self.ragged, chunk), final=True)
+        out, states = recurrence.over(self.ragged, chunk, final=True)
         assert states is not None
         self._hand_on(layer, states)
         return out
@@ -175,7 +175,7 @@ class NextPlan(_LaterPlan):
         inputs = torch.cat([held, x[:, None]], 1)  # [lines, taps, channels]
         held.copy_(inputs[:, 1:])
         wide = torch.promote_types(x.dtype, torch.float32)
-        return (inputs.to(wide) * weight.T.to(wide)).sum(1).to(x.dtype)
+        return (inputs.to(wide) * weight.T.to(wide)).sum(1).to(torch.promote_types(x.dtype, weight.dtype))
 
     def _place(self, kv_heads: int) -> Tensor:
         """[lines * kv_heads]: where each head of a new key goes in the tensors, seen as lines of `dim` numbers."""
@@ -342,10 +342,9 @@ class RepliesPlan(_LaterPlan):
         return torch.cat(outs)
 
     def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Tensor:
-        layout = RecurrenceLayout.of(self.once("segments", self._segments), chunk)
         places = [line.place for line, _ in self.lines]
         held = self.store.states[layer].index_select(0, torch.tensor(places, device=self.store.device))
-        out, states = recurrence.over(layout, held, final=True)
+        out, states = recurrence.over(self.once("segments", self._segments), chunk, held, final=True)
         assert states is not None
         self.store.put_states(layer, places, states)
         return out
@@ -354,7 +353,7 @@ class RepliesPlan(_LaterPlan):
         outs, (channels, taps) = [], weight.shape
         for part, (line, _) in zip(self.once("segments", self._segments).segments, self.lines, strict=True):
             inputs = torch.cat([self.store.states[layer][line.place], x[part.start : part.stop]])
-            outs.append(torch.nn.functional.conv1d(inputs.T, weight[:, None], groups=channels).T)
+            outs.append(torch.nn.functional.conv1d(inputs.T.to(weight.dtype), weight[:, None], groups=channels).T)
             self.store.put_states(layer, [line.place], inputs[None, inputs.shape[0] - taps + 1 :])
         return torch.cat(outs)
 

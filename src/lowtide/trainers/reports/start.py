@@ -104,6 +104,7 @@ class StartReport(TrainerCallback):
             ("precision", self._precision(trained)),
             ("path", f"{'ragged' if self.engine.padding_free else 'padded'} ({self.engine.reason})"),
             *([("attention", self.engine.attention)] if self.engine.attention else []),
+            *([("recurrent layers", self.engine.mixing)] if self.engine.mixing else []),
             (
                 "step",
                 f"{args.per_device_train_batch_size} rows x {args.gradient_accumulation_steps} accumulated x "

@@ -26,7 +26,10 @@ SETTINGS = {
     **{name: value for name, value in COMMON.items() if name != "train_sampling_strategy"},
     **{"learning_rate": 1e-3, "per_device_train_batch_size": 8, "num_generations": 2, "max_completion_length": 24},
 }
-LOGGED_BY_TRL_ALONE = ["self_distillation/distillation_loss", "sdft/distillation_loss", "step_time"]
+LOGGED_BY_TRL_ALONE = [
+    *("self_distillation/distillation_loss", "sdft/distillation_loss", "self_distillation/server_logprob_abs_diff"),
+    "step_time",
+]
 
 
 CASES = {
@@ -46,6 +49,9 @@ CASES = {
     ),
     "the written token, of conversations": Case(
         {"distillation_mode": "sampled_token", "distillation_alpha": 1.0, "gradient_accumulation_steps": 2}, chat=True
+    ),
+    "the likeliest tokens that a server would say": Case(
+        {"teacher_model_kind": "live", "distillation_topk": 20, "distillation_add_tail": True}, served=True
     ),
     "adapters": Case({"learning_rate": 1e-2, "distillation_alpha": 0.0}, lora=True),
 }

@@ -44,7 +44,8 @@ def test_of_vocabularies_of_different_sizes_the_common_rows_count(beta, theirs):
 @pytest.mark.parametrize("theirs", [37, 30])
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("beta", BETAS)
-def test_on_the_students_likeliest_tokens(beta, tail, theirs):
+@pytest.mark.parametrize("of_teacher", [False, True])
+def test_on_the_likeliest_tokens_of_either(of_teacher, beta, tail, theirs):
     """Values and gradients are those of dense distributions over these tokens, and one for all others."""
     problem = Problem(projection=PROJECTIONS["all"], rank=2, theirs=theirs)
 
@@ -52,7 +53,7 @@ def test_on_the_students_likeliest_tokens(beta, tail, theirs):
         return stats.divergences * (stats.logprobs.detach() - stats.old).exp() - 0.5 * stats.logprobs
 
     old = torch.linspace(-3, -1, 7, dtype=torch.float64)
-    teacher = replace(problem.teacher(beta), support=Support(5, tail))
+    teacher = replace(problem.teacher(beta), support=Support(5, tail, of_teacher=of_teacher))
     settings = {"bias": problem.bias, "projection": problem.projection, "want": WANT, "chunk": 3}
     total, stats = linear_loss(
         problem.terms, problem.index, problem.target, loss, teacher=teacher, old=old, factor=0.3, **settings
@@ -61,7 +62,7 @@ def test_on_the_students_likeliest_tokens(beta, tail, theirs):
     states = [(problem.states, problem.weight)]
     taught = logits_of(states, torch.arange(7), problem.their_bias, problem.projection).detach()
     common = student[:, :theirs], taught
-    place = common[0].topk(5, dim=-1).indices
+    place = common[of_teacher].topk(5, dim=-1).indices
     chosen = [each.softmax(-1).gather(-1, place) for each in common]
     if tail:
         chosen = [torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in chosen]

@@ -9,8 +9,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,6 +285,8 @@ class WritingCase:
     ours: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
     chat: bool = False
+    served: bool = False
+    """Whether the server that writes is asked for what the teacher says."""
 
 
 def writing_trainer(
@@ -301,18 +304,40 @@ def writing_trainer(
     if not ours:
         model.save_pretrained(folder / "model")  # which TRL loads as the teacher
         model.config._name_or_path = str(folder / "model")
+    config = getattr(library, f"{kind}Config")(output_dir=str(folder / library.__name__), **flags)
+    config.use_teacher_server = case.served and ours  # a config checks that a server writes
     trainer = getattr(library, f"{kind}Trainer")(
         model=model,
-        args=getattr(library, f"{kind}Config")(output_dir=str(folder / library.__name__), **flags),
+        args=config,
         processing_class=tokenizer(),
         peft_config=lora() if case.lora else None,
         **more,
     )
+    if case.served and not ours:
+        trainer.use_teacher_server = True
+        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+        trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=partial(said_by, model))
     if ours:
         trainer.rollout_func = writer
     else:
         trainer._generate = lambda prompt_ids: (prompt_ids, writer.completions(prompt_ids))
     return trainer
+
+
+@torch.no_grad()
+def said_by(
+    model: Any, sequences: list[list[int]], prompt_lengths: list[int], top_logprobs: int, temperature: float
+) -> dict[str, Any]:
+    """What TRL's server answers of a model: of each token behind a prompt its log-probability, and the likeliest."""
+    found: dict[str, list[Any]] = {"actual_logprobs": [], "logprobs": [], "logprob_token_ids": []}
+    for ids, start in zip(sequences, prompt_lengths, strict=True):
+        logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
+        logprobs = (logits / temperature).log_softmax(-1)
+        likeliest = logprobs.topk(top_logprobs)
+        found["actual_logprobs"].append(logprobs.gather(1, torch.tensor(ids[start:])[:, None]).tolist())
+        found["logprobs"].append(likeliest.values.tolist())
+        found["logprob_token_ids"].append(likeliest.indices.tolist())
+    return found
 
 
 def told_rows(count: int, chat: bool, told: Callable[[int, str], str]) -> Dataset:

@@ -136,7 +136,8 @@ def compared_objective(options: SelfTeacherOptions, aux_coefficient: float) -> T
     support = None
     if options.distillation_mode == "topk_logits":
         assert options.distillation_topk is not None
-        support = Support(options.distillation_topk, options.distillation_add_tail)
+        says = options.use_teacher_server  # a server would say its own likeliest
+        support = Support(options.distillation_topk, options.distillation_add_tail, of_teacher=says)
     return TokenObjective(
         compared(options),
         Want(entropies=options.token_metrics, divergences=True),

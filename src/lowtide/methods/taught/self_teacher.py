@@ -50,7 +50,9 @@ class SelfTeacherOptions(RolloutOptions, StoredReference):
         POSITIVE,
     )
     use_teacher_server: bool = option(
-        False, "TRL's name: the server that writes has the live teacher. Here that is asked in this process."
+        False,
+        "TRL's name: the server that writes has the live teacher. Here that is asked in this process, and "
+        "`topk_logits` compares its likeliest tokens, as what a server would say.",
     )
     distillation_add_tail: bool = option(
         False, "`topk_logits` takes all other tokens as one more. False makes what is compared add up to 1."
@@ -110,11 +112,11 @@ class SelfTeacherOptions(RolloutOptions, StoredReference):
                 f"{asks}, and teacher_model_kind={self.teacher_model_kind!r} is another: set teacher_model_kind="
                 "'live', or leave it out"
             )
-        if self.distillation_mode != "sampled_token" or getattr(self, "distillation_weight", 1.0) != 1:
+        if self.distillation_mode == "full_logits" or getattr(self, "distillation_weight", 1.0) != 1:
             raise ValueError(
                 f"{asks} and says how likely written tokens are, and its own likeliest: set distillation_mode="
-                "'sampled_token' and distillation_weight=1, or leave it out, which costs no memory and compares all "
-                "tokens, or the student's likeliest"
+                "'sampled_token' or 'topk_logits' and distillation_weight=1, or leave it out, which costs no memory "
+                "and compares all tokens, or the student's likeliest"
             )
 
     @property
@@ -122,8 +124,9 @@ class SelfTeacherOptions(RolloutOptions, StoredReference):
         """What is unwise in these options."""
         found = list(getattr(super(), "advice", []))
         if self.use_teacher_server:
+            compares = ", on the teacher's likeliest tokens" if self.distillation_mode == "topk_logits" else ""
             found.append(
-                "use_teacher_server=True is not needed: the policy as it is teaches, and says in this process how "
-                "likely written tokens are, without the rounding of the server's copy, which writes alone"
+                "use_teacher_server=True asks no server: the policy as it is teaches, and says in this process how "
+                f"likely tokens are{compares}, without the rounding of the server's copy, which writes alone"
             )
         return found

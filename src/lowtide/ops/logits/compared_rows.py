@@ -12,7 +12,7 @@ g = log q - log p for beta = 1 and g = (1 - beta) (log q - log m) between. As in
 taken out.
 
 On a support, p and q are those of some tokens alone, made to add up to 1 or with one more token for all others: of the
-student's likeliest ones, or of those that a teacher names of which no more is known. Distributions over two
+likeliest ones of either, or of those that a teacher names of which no more is known. Distributions over two
 vocabularies have a distance of their own (`ops.logits.across_vocabularies`). Of both autograd takes the gradient, a
 block of rows at a time.
 """
@@ -128,8 +128,9 @@ class ComparedRows(TorchRows):
 
     def _compare_on(self, support: Support, q: Tensor, log_q: Tensor, log_p: Tensor) -> Tensor:
         """[rows]: the divergences on a support; their slope replaces `log_p`."""
-        chosen, place = log_q.topk(min(support.tokens, log_q.shape[-1]), dim=-1)
-        divergences, slope = _on_support(chosen, log_p.gather(-1, place), support, self.how.beta)
+        likely = log_p if support.of_teacher else log_q
+        place = likely.topk(min(support.tokens, log_q.shape[-1]), dim=-1).indices
+        divergences, slope = _on_support(log_q.gather(-1, place), log_p.gather(-1, place), support, self.how.beta)
         torch.mul(q, -slope.sum(-1, keepdim=True), out=log_p)
         log_p.scatter_add_(-1, place, slope)
         return divergences

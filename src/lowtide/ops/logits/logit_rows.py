@@ -44,6 +44,8 @@ class Support(NamedTuple):
     """All others count as one more token. False leaves them out, and has what is left add up to 1."""
     named: bool = False
     """They are those that the teacher names, with its log-probabilities, which is all that is known of it."""
+    of_teacher: bool = False
+    """They are the teacher's likeliest in place of the student's."""
 
 
 class Named(NamedTuple):

@@ -55,8 +55,12 @@ CASES = {
         {"distillation_mode": "topk_logits", "distillation_topk": 20, "distillation_add_tail": True, **TWICE},
         {"prefix_sharing": False},
     ),
-    "whole distributions, of the policy as it is": Case(
-        {"distillation_mode": "full_logits", "distillation_alpha": 0.3, "teacher_model_kind": "live"}
+    "whole distributions beside the policy's loss": Case(
+        {
+            **{"distillation_mode": "full_logits", "distillation_alpha": 0.3, "distillation_weight": 0.4, **TWICE},
+            **{"teacher_model_kind": "live", "loss_type": "grpo", "importance_sampling_level": "sequence"},
+        },
+        {"tokens_per_microbatch": 60},
     ),
     "adapters": Case({"learning_rate": 1e-2, "teacher_model_kind": "base"}, lora=True),
 }

@@ -141,7 +141,7 @@ class RowObjective:
     Evaluation does not call it."""
     beyond_scores: bool = False
     """Rows in which nothing is scored have a loss too."""
-    beside: RowObjective | None = None
+    beside: RowObjective | TokenObjective | None = None
     """A second loss, which is added to this one. Each goes forward and backward by itself, through the adapter of its
     head, so that no more is held than for one; its counts are this one's."""
 
@@ -150,11 +150,15 @@ class RowObjective:
     beta: ClassVar[float] = 0.0
     support: ClassVar[None] = None
     across: ClassVar[None] = None
-    taught: ClassVar[bool] = False
 
     @property
     def inner(self) -> RowObjective:
         return self
+
+    @property
+    def taught(self) -> bool:
+        """As of `TokenObjective`, of the loss beside."""
+        return self.beside is not None and self.beside.taught
 
     @property
     def why_whole_rows(self) -> str | None:
@@ -166,7 +170,7 @@ class RowObjective:
         return "step" if self.whole else "row"
 
     @property
-    def terms(self) -> tuple[RowObjective, ...]:
+    def terms(self) -> tuple[RowObjective | TokenObjective, ...]:
         """The losses whose sum is the loss."""
         return (self,) if self.beside is None else (self, self.beside)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowtide.data.batches.values import REFERENCE, TEACHER
 from lowtide.engine.heads.head import ScoreOutput, Scores
-from lowtide.methods.method import Objective, RowObjective, Scorer
+from lowtide.methods.method import Objective, RowObjective, Scorer, TokenObjective
 from lowtide.objectives.outcome import Counts, Outcome
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import worst_of_ranks
@@ -73,6 +73,10 @@ def _add_losses(
     outcomes: list[Outcome] = []
     for term in objective.terms:
         outputs = results if term is objective else _outputs(models, turns, term)[: len(results)]
+        if isinstance(term, TokenObjective):
+            losses = (output.loss for _, output in outputs)
+            outcomes += [Outcome(each / counts["weight"]) for each in losses if each is not None]
+            continue
         references = [models.referred(part, term) for part in turns][: len(results)]
         pairs = zip(outputs, references, strict=True)
         rows = [term.read(part, output.stats, reference) for (part, output), reference in pairs]

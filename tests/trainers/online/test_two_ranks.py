@@ -66,6 +66,10 @@ METHODS = {
     "SDFT": {"num_generations": 2, "teacher_model_kind": "ema", "arguments": {"train_dataset": told_prompts()}},
     "A2PO": {"num_generations": 1, "num_value_samples": 3, "beta2": 0.1},
     "SDPO of groups on both": {"num_generations": 4, "distillation_weight": 0.5, "success_reward_threshold": 0.5},
+    "SDPO of distributions": {
+        **{"num_generations": 4, "distillation_weight": 0.5, "success_reward_threshold": 0.5},
+        **{"distillation_mode": "full_logits", "distillation_alpha": 0.5},
+    },
     "GRPO of the least certain tokens": {"num_generations": 2, "top_entropy_quantile": 0.5},
 }
 

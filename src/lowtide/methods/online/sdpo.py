@@ -26,6 +26,7 @@ from lowtide.methods.taught.self_teacher import MODES
 from lowtide.objectives.outcome import Counts, Mean, Outcome, mean_of
 from lowtide.objectives.policy_gradient import Scale, Written, clipped, ratios, shares
 from lowtide.ops.float64 import to_float64
+from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ops.logits.logit_rows import Want
 from lowtide.option import COUNT, NOT_NEGATIVE, SHARE, option
 from lowtide.ragged import RaggedBatch
@@ -93,12 +94,6 @@ class SDPOOptions(RepromptOptions, ComparedOptions):
             )
         self.check_self_teaching()
         self.check_reprompts()
-        if 0 < self.distillation_weight < 1 and self.distillation_mode != "sampled_token":
-            raise ValueError(
-                f"distillation_weight={self.distillation_weight:g} adds the policy's loss, which is of written tokens, "
-                f"and distillation_mode={self.distillation_mode!r} compares distributions: set distillation_weight=1, "
-                "or distillation_mode='sampled_token' and distillation_alpha=1"
-            )
 
 
 # -- the losses --------------------------------------------------------------------------------------------------------
@@ -142,17 +137,29 @@ def loss(completed: Completed, counts: Counts, *, options: SDPOOptions) -> Outco
 
 def objective(options: SDPOOptions, *, aux_coefficient: float = 0.0) -> TokenObjective | RowObjective:
     """The loss of the options: the policy's, and a mean over completions of means over their tokens."""
-    if options.compares and options.distillation_mode != "sampled_token":
+    distributions = options.compares and options.distillation_mode != "sampled_token"
+    if distributions and options.distillation_weight == 1:
         return replace(compared_objective(options, aux_coefficient), mean_over_rows=True)
     return RowObjective(
         read=read_completed,
         loss=functools.partial(loss, options=options),
-        counts=completion_counts,
+        counts=lambda batch: {**completion_counts(batch), "weight": batch.rows},
         want=Want(entropies=options.token_metrics),
         aux_coefficient=aux_coefficient,
         temperature=options.temperature,
-        needs_reference=options.compares,
+        needs_reference=options.compares and not distributions,
+        beside=distilled_beside(options) if distributions else None,
     )
+
+
+def distilled_beside(options: SDPOOptions) -> TokenObjective:
+    """The distillation of distributions beside the policy's loss, at its weight."""
+    whole = compared_objective(options, aux_coefficient=0.0)
+
+    def at_weight(stats: TokenStats) -> Float[Tensor, " scores"]:
+        return options.distillation_weight * whole.loss(stats)
+
+    return replace(whole, loss=at_weight, want=whole.want._replace(entropies=False), mean_over_rows=True)
 
 
 ARGUMENTS = (

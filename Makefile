@@ -112,7 +112,7 @@ docs: $(VENV)/.extras
 	$(PY) -m bench.stubs
 
 site: $(VENV)/.site
-	$(PY) -m mkdocs build --quiet --strict --config-file docs_site/mkdocs.yml
+	$(PY) -m docs_site
 	@echo "the site is in build/site: open build/site/index.html"
 
 clean:

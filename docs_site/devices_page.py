@@ -6,8 +6,6 @@ repository: the site adds the links.
 
 from typing import Any
 
-from mkdocs.structure.nav import Link, Section
-
 from lowtide.cli.planning.page import NAME
 from lowtide.planner.answers.kept_grid import grid
 from lowtide.planner.answers.page import html_of
@@ -33,15 +31,12 @@ def with_links(markdown: str, path: str) -> str:
     return markdown.replace(f"`{PATH}`", f"[`{PATH}`]({PATH})") if path == BEHIND else markdown
 
 
-def add_to_navigation(items: list[Any]) -> bool:
-    """Add a link behind the page that explains it; returns whether that page was found."""
-    for item in items:
-        if isinstance(item, Section) and add_to_navigation(item.children):
-            return True
-    for number, item in enumerate(items):
-        if getattr(item, "file", None) is not None and item.file.src_uri == BEHIND:
-            link = Link(TITLE, PATH)
-            link.parent = item.parent
-            items.insert(number + 1, link)
-            return True
-    return False
+def with_entry(nav: list[Any]) -> list[Any]:
+    """A navigation with the page of devices behind the page that explains it."""
+    found: list[Any] = []
+    for entry in nav:
+        ((title, value),) = entry.items()
+        found.append({title: value if isinstance(value, str) else with_entry(value)})
+        if value == BEHIND:
+            found.append({TITLE: PATH})
+    return found

@@ -35,9 +35,12 @@ def first_sentence(markdown: str) -> str:
 
 
 def pages_of(nav: Iterable[Any]) -> list[Page]:
-    """Returns the pages of a part of mkdocs' `nav`, those of its sections too."""
+    """Returns the pages of a part of a navigation that have Markdown, those of its sections too."""
     found: list[Page] = []
     for entry in nav:
         for title, value in entry.items():
-            found += [(title, value)] if isinstance(value, str) else pages_of(value)
+            if not isinstance(value, str):
+                found += pages_of(value)
+            elif value.endswith(".md"):
+                found.append((title, value))
     return found

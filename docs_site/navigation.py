@@ -10,7 +10,7 @@ MEMORY = "memory.md"
 
 
 def navigation(docs: Path) -> list[Any]:
-    """Returns mkdocs' `nav`: the front page, and the sections of docs/index.md."""
+    """Returns the front page and the sections of docs/index.md, a title and its page or pages each."""
     found: list[Any] = [{"lowtide": INDEX}]
     for section in (docs / INDEX).read_text(encoding="utf-8").split("\n## ")[1:]:
         title, _, body = section.partition("\n")

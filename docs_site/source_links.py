@@ -1,6 +1,6 @@
 """Links from docs/ to files of the repository beside it, which a website has no page for.
 
-With `repo_url` in mkdocs.yml they lead to the repository; without it they are the text alone.
+With `repo_url` in zensical.yml they lead to the repository; without it they are the text alone.
 """
 
 import posixpath

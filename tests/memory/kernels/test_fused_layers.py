@@ -30,7 +30,7 @@ from lowtide.step.metrics import Totals
 from lowtide.step.train_step import train_step
 from lowtide.step_plan import Limits
 from tests.support.marks import slow_but
-from tests.support.models.fused_families import FAMILIES, MIXTURES, WAYS, adapted, family, run
+from tests.support.models.fused_families import DENSE, FAMILIES, HYBRIDS, MIXTURES, WAYS, adapted, family, run
 from tests.support.models.tiny_models import (
     RaggedBatch,
     assert_close,
@@ -48,11 +48,17 @@ from tests.support.models.tiny_models import (
 
 CASES = [
     (kind, way)
-    for kind in (*FAMILIES, *MIXTURES)
+    for kind in (*FAMILIES, *MIXTURES, *HYBRIDS)
     for way in WAYS
-    if "dropout" not in way or kind in (*FAMILIES, "gpt_oss")  # PEFT's adapters of the others' experts drop nothing
+    if "dropout" not in way
+    or kind in (*FAMILIES, *DENSE, "gpt_oss")  # PEFT's adapters of the others' experts drop nothing
 ]
-FAST = [("mixtral", "LoRA"), *((kind, way) for kind in ("llama", "gemma2", "olmo2") for way in WAYS)]
+FAST = [
+    ("mixtral", "LoRA"),
+    ("qwen3_5", "LoRA"),
+    ("lfm2", "full"),
+    *((kind, way) for kind in ("llama", "gemma2", "olmo2") for way in WAYS),
+]
 
 KEEPING = [
     ("llama", "LoRA"),
@@ -61,8 +67,10 @@ KEEPING = [
     ("gemma2", "LoRA with dropout"),
     ("olmo2", "full"),
     ("gpt_oss", "full"),
+    ("bamba", "LoRA with dropout"),
+    ("qwen3_5", "full"),
 ]
-"""Families whose layers differ in what attention is given."""
+"""Families whose layers differ in what attention is given, and in what mixes tokens."""
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -82,6 +90,14 @@ def test_a_step_is_that_of_the_layers_as_they_were(kind, way, checkpointing):
     assert_same(run(fused, separate())[1], run(plain, separate())[1])
 
 
+@pytest.mark.parametrize("kind", slow_but(["qwen3_5", "lfm2"], HYBRIDS))
+def test_all_layers_of_hybrids_are_fused(kind, caplog):
+    model = prepared(adapted(family(kind), "LoRA"))
+    with caplog.at_level(logging.WARNING):
+        fuse_layers(model)
+    assert "not fused" not in caplog.text
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_routers_of_mixtures_balance_their_load(checkpointing):
     plain, fused = (prepared(family("qwen3_moe")) for _ in range(2))
@@ -99,7 +115,7 @@ def test_routers_of_mixtures_balance_their_load(checkpointing):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("kind", slow_but(["llama", "mistral", "qwen3_5"], ["llama", "mistral", "qwen3_5", "bamba"]))
 def test_rows_in_pieces(kind, checkpointing):
     batch = RaggedBatch.from_segments([tokens(53, 1), tokens(7, 2), tokens(38, 3)])
     found = []
@@ -140,7 +156,7 @@ def test_what_a_policy_keeps_is_not_computed_again(kind, way, policy, monkeypatc
         assert loss == wanted_loss
         assert_same(got, wanted)
     passes = 2 if kind == "gemma2" else 1  # its scores are written out by a CPU, and not kept
-    assert kind in MIXTURES or calls == 2 * layers * passes  # of two batches
+    assert kind in (*MIXTURES, *HYBRIDS) or calls == 2 * layers * passes  # of two batches
 
 
 def test_most_of_what_a_layer_keeps_is_computed_again():
@@ -246,9 +262,9 @@ def test_calls_of_others_go_to_the_layers_as_they_were(monkeypatch):
     model.generate(ids, max_new_tokens=2, do_sample=False)
 
 
-@pytest.mark.parametrize("kind", slow_but(["llama", "mixtral"], [*FAMILIES, *MIXTURES]))
+@pytest.mark.parametrize("kind", slow_but(["llama", "mixtral"], [*FAMILIES, *MIXTURES, *HYBRIDS]))
 def test_completions_are_those_of_the_layers_as_they_were(kind):
-    plain, fused = (prepared(with_adapters(family(kind))) for _ in range(2))
+    plain, fused = (prepared(adapted(family(kind), "LoRA")) for _ in range(2))
     fuse_layers(fused)
     requests = [Request(tokens(7, 1), 3, seed=5), Request(tokens(4, 2), 2)]
     for sampling in (Sampling(9, temperature=0), Sampling(9)):
@@ -288,7 +304,7 @@ def _two(model):
 
 
 REFUSED = {
-    "another form": (lambda: build("phi3"), "it knows the decoder layers of Gemma, .* has none of them"),
+    "another form": (lambda: build("phi3"), "it knows the decoder layers of .*Gemma, .* has none of them"),
     "padded": (build, "rows are padded: fused layers need padding_free=True"),
     "another activation": (lambda: prepared(build(hidden_act="relu")), "its MLP has the activation 'relu', not silu"),
     "dropped weights": (

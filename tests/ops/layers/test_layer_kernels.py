@@ -67,14 +67,17 @@ def test_a_norm_of_float32_gives_what_products_in_16_bits_take():
     assert found.dtype == torch.float32
 
 
-def test_rotation_and_the_way_back(dtype):
+@pytest.mark.parametrize("turned", [12, 4])
+def test_rotation_and_the_way_back(dtype, turned):
     query, key = random(5, 3, 12, dtype=dtype), random(5, 1, 12, dtype=dtype)
-    cos, sin = random(5, 12, dtype=dtype), random(5, 12, dtype=dtype)  # whose halves differ, as no family's do
+    cos, sin = random(5, turned, dtype=dtype), random(5, turned, dtype=dtype)  # whose halves differ, as no family's do
     grads = random(5, 3, 12, dtype=dtype), random(5, 1, 12, dtype=dtype)
     expected, wide = [], [each.double().clone().requires_grad_() for each in (query, key)]
     for each in wide:
-        one, two = each.chunk(2, -1)
-        expected.append(each * cos.double()[:, None] + torch.cat((-two, one), -1) * sin.double()[:, None])
+        first, rest = each[..., :turned], each[..., turned:]
+        one, two = first.chunk(2, -1)
+        first = first * cos.double()[:, None] + torch.cat((-two, one), -1) * sin.double()[:, None]
+        expected.append(torch.cat((first, rest), -1))
     back = torch.autograd.grad(expected, wide, [each.double().clone() for each in grads])
     rotate_(query, key, cos, sin)
     rotate_(*grads, cos, sin, back=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.support.models.architectures import RAGGED, RECURRENT
 from tests.support.models.tiny_models import build, gradients, loss_of, with_adapters
 
 FAMILIES = {
@@ -30,17 +31,33 @@ MIXTURES = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5},
 }
 """Families of which attention and norms can be."""
+DENSE = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "olmo_hybrid", "qwen3_5")
+"""Families with recurrent layers or short convolutions whose MLPs are known."""
+SPARSE = ("granitemoehybrid with experts", "jamba", "kimi_linear", "lfm2_moe", "qwen3_5_moe", "qwen3_next")
+"""Those whose MLPs are mixtures in some of the layers, or in all."""
+HYBRIDS = (*DENSE, *SPARSE)
 WAYS = ["full", "LoRA", "LoRA with dropout"]
 
 
+TAKEN = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"]
+"""The linear layers of Falcon-H1 but for out_proj, which PEFT refuses."""
+
+
 def family(kind: str, **changes: object):
-    return build(kind.split()[0], **{**(FAMILIES | MIXTURES)[kind], **changes})
+    name = kind.split()[0]
+    if kind not in HYBRIDS:
+        return build(name, **{**(FAMILIES | MIXTURES)[kind], **changes})
+    model_type, settings = (RAGGED | RECURRENT)[name]
+    experts = {"num_local_experts": 0} if kind == "granitemoehybrid" else {}
+    # Of larger weights the last digits of a router, or of a decay, show what comes before it.
+    return build(model_type, **{"initializer_range": 0.1, **settings, **experts, **changes})
 
 
 def adapted(model, way: str):
     if way == "full":
         return model
-    return with_adapters(model, lora_alpha=8, lora_dropout=0.3 if "dropout" in way else 0.0)
+    changes = {"target_modules": TAKEN} if model.config.model_type == "falcon_h1" else {}
+    return with_adapters(model, lora_alpha=8, lora_dropout=0.3 if "dropout" in way else 0.0, **changes)
 
 
 def run(model, batch):

@@ -32,10 +32,10 @@ def build(model_type: str = "llama", dtype: torch.dtype = torch.float32, **chang
 
 
 def with_adapters(model: PreTrainedModel, **options: object) -> nn.Module:
-    """Low-rank adapters on all linear layers, none of them zero."""
+    """Low-rank adapters, on all linear layers unless said otherwise, none of them zero."""
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", **options))  # type: ignore[arg-type]
+    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": "all-linear", **options}))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

@@ -66,6 +66,12 @@ CASES: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
     },
     "fused layers, experts": {"kind": "SFT", "model": "mixtral", "router_aux_loss_coef": 0.0, "fused_layers": True},
+    "fused layers, recurrent": {
+        "kind": "SFT",
+        "model": "qwen3_5",
+        "fused_layers": True,
+        "gradient_checkpointing": True,
+    },
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "fsdp": {"fsdp": True},

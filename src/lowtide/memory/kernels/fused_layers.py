@@ -19,16 +19,14 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.compat.bitsandbytes import dense_of
-from lowtide.compat.peft import PlainLora, linear_of, marks_of_linear, plain_lora
-from lowtide.compat.torch import FakeTensor, children_of, gathered, has_module_hooks, parameters_in
+from lowtide.compat.peft import PlainLora, plain_lora
+from lowtide.compat.torch import FakeTensor, gathered, has_module_hooks
 from lowtide.compat.transformers import (
     attention_function,
     attention_implementation,
@@ -38,57 +36,42 @@ from lowtide.compat.transformers import (
 )
 from lowtide.memory.activations.checkpointing import checkpointing_policy
 from lowtide.memory.allocators.out_of_memory import first_line
-from lowtide.memory.kernels.float8_products import in_8_bits
+from lowtide.memory.kernels.layer_parts import (
+    ACTIVATIONS,
+    FAMILIES,
+    MIXERS,
+    PASSED,
+    a_norm,
+    activation,
+    attention,
+    family,
+    given_to,
+    glu,
+    linears,
+    marks,
+    mixers,
+    passed_on,
+    read,
+    second_halves,
+    takes_rotary,
+)
 from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
-from lowtide.ops.layers import float8
 from lowtide.ops.layers.attention_half import attention_half, normed
 from lowtide.ops.layers.decoder_layer import DecoderLayer, Keeps, Rotary, decoder_layer
-from lowtide.ops.layers.layer_kernels import Activation, Norm
-from lowtide.ops.layers.lora_linear import Adapter, Projection, Together
+from lowtide.ops.layers.mixed_layer import mixed_layer
 from lowtide.ops.target import autocast_dtype
 from lowtide.ragged import RaggedBatch
 
-WINDOW = {"sliding_window": "sliding_window"}
-FAMILIES: dict[str, dict[str, str]] = {
-    "Gemma2DecoderLayer": {**WINDOW, "softcap": "attn_logit_softcapping"},
-    "Gemma3DecoderLayer": WINDOW,
-    "GemmaDecoderLayer": {},
-    "GraniteDecoderLayer": {},
-    "LlamaDecoderLayer": {},
-    "GptOssDecoderLayer": {**WINDOW, "s_aux": "sinks"},
-    "MinistralDecoderLayer": WINDOW,
-    "MistralDecoderLayer": {"sliding_window": "config.sliding_window"},
-    "MixtralDecoderLayer": {"sliding_window": "config.sliding_window"},
-    "Olmo2DecoderLayer": {},
-    "Olmo3DecoderLayer": WINDOW,
-    "OlmoeDecoderLayer": {},
-    "Qwen2DecoderLayer": WINDOW,
-    "Qwen2MoeDecoderLayer": {},
-    "Qwen3DecoderLayer": WINDOW,
-    "Qwen3MoeDecoderLayer": WINDOW,
-    "SmolLM3DecoderLayer": WINDOW,
-}
-"""By the class of a layer, what its attention passes on beside what all do, and in which of its attributes it is."""
-ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-"""By their names in configs."""
-CENTRED = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
-"""Norms that multiply by 1 + weight."""
-ATTENTION, OUTPUT, GATES, DOWN = ("q_proj", "k_proj", "v_proj"), "o_proj", ("gate_proj", "up_proj"), "down_proj"
-LINEARS = {*ATTENTION, OUTPUT, *GATES, DOWN}
 PAIRS = {"GptOssDecoderLayer"}
 """Layers whose experts give how they were chosen, too."""
 HALF_TABLES = {"GptOssDecoderLayer"}
 """Layers that get cosines and sines of half a head, which are the other half's too."""
-HEAD_NORMS = ("q_norm", "k_norm")
-NORMS = {
-    "pre_feedforward_layernorm": (
-        ("input_layernorm", "pre_feedforward_layernorm"), ("post_attention_layernorm", "post_feedforward_layernorm")
-    ),
-    "post_feedforward_layernorm": ((None, None), ("post_attention_layernorm", "post_feedforward_layernorm")),
-    "post_attention_layernorm": (("input_layernorm", "post_attention_layernorm"), (None, None)),
-}  # fmt: skip
-"""By the first of these norms that a layer has: which are before its halves, and which after them."""
+WRAPPED: dict[str, Callable[[Tensor], Any]] = {
+    "BambaDecoderLayer": lambda out: (out, None),
+    "FalconH1DecoderLayer": lambda out: (out,),
+}
+"""What the forward of a class returns that returns more than hidden states."""
 OWN = ("lowtide.engine.layers.", "lowtide.engine.weights.quantized", "lowtide.memory.kernels.float8_products")
 """Whose functions may stand in place of the forward of a linear layer or a dropout: no number changes."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -142,21 +125,47 @@ def fuse_layers(model: nn.Module, computed_in: torch.dtype | None = None) -> Cal
         those = [number for number, each in reasons.items() if each == reason]
         logger.warning(f"layers {those} run as they were, not fused: {reason}")
     for layer in fused:
+        if "forward" in vars(layer):
+            vars(layer)[BEFORE] = layer.forward
         layer.forward = types.MethodType(_forward, layer)
 
     def undo() -> None:
         for layer in fused:
-            vars(layer).pop("forward", None)
+            _put_back(layer)
+            vars(layer).pop(BEFORE, None)
             _known.pop(layer, None)
 
     return undo
 
 
+BEFORE = "_lowtide_forward_before"
+"""The attribute of a layer whose forward was already not its class's: what hands a plan on (`engine.layers.mixers`)."""
+
+
+def _before(layer: Any) -> Callable[..., Any]:
+    """The forward of a layer as it was, fused or not."""
+    own = vars(layer).get(BEFORE if _is_fused(layer) else "forward")
+    return types.MethodType(type(layer).forward, layer) if own is None else own
+
+
+def _is_fused(layer: Any) -> bool:
+    return getattr(layer.forward, "__func__", None) is _forward
+
+
+def _put_back(layer: Any) -> None:
+    if BEFORE in vars(layer):
+        layer.forward = vars(layer)[BEFORE]
+    else:
+        vars(layer).pop("forward", None)
+
+
 @contextlib.contextmanager
 def unfused(model: nn.Module) -> Iterator[None]:
     """While it lasts, fused layers run module by module, for who watches their modules."""
-    fused = [layer for layer in checkpointed_layers(model) if getattr(layer.forward, "__func__", None) is _forward]
-    forwards = [vars(layer).pop("forward") for layer in fused]
+    fused = [layer for layer in checkpointed_layers(model) if _is_fused(layer)]
+    forwards = [vars(layer)["forward"] for layer in fused]
+    for layer in fused:
+        _put_back(layer)
     try:
         yield
     finally:
@@ -167,7 +176,7 @@ def unfused(model: nn.Module) -> Iterator[None]:
 def why_not_fused(model: nn.Module, computed_in: torch.dtype | None = None) -> str | None:
     """Why none of a model's layers can be fused; None if some may be. Arguments as `fuse_layers` takes them."""
     layers: list[Any] = list(checkpointed_layers(model))
-    if not any(_family(layer) in FAMILIES for layer in layers):
+    if not any(family(layer) in FAMILIES for layer in layers):
         known = ", ".join(sorted(name.removesuffix("DecoderLayer") for name in FAMILIES))
         return f"it knows the decoder layers of {known}, and this model has none of them: leave fused_layers off"
     first: str | None = None
@@ -183,32 +192,50 @@ def why_not_fused(model: nn.Module, computed_in: torch.dtype | None = None) -> s
 # -- which layers -------------------------------------------------------------------------------------------------
 
 
-def _family(layer: Any) -> str:
-    return type(layer).__name__.removeprefix("FSDP")
-
-
 def _why_not(layer: Any, computed_in: torch.dtype | None) -> str | None:
     """What keeps a layer from running as one function; None if nothing does."""
-    if _family(layer) not in FAMILIES:
-        return f"a {_family(layer)} is of another form"
-    attention = layer.self_attn
-    if attention_implementation(attention.config) != NAME:
+    if family(layer) not in FAMILIES:
+        return f"a {family(layer)} is of another form"
+    if not all(_knows_segments(each.module) for each in mixers(layer)):
         return "rows are padded: fused layers need padding_free=True"
-    if _knows_mlp(layer) and _activation(attention.config) not in ACTIVATIONS:
-        return f"its MLP has the activation {_activation(attention.config)!r}, not {' or '.join(ACTIVATIONS)}"
-    if attention.attention_dropout:
-        return f"its attention drops weights at random (attention_dropout={attention.attention_dropout:g})"
-    if getattr(attention.config, "clip_qkv", None) is not None:
-        return f"its attention clips queries, keys and values (clip_qkv={attention.config.clip_qkv:g})"
+    if glu(layer) is not None and activation(layer) not in ACTIVATIONS:
+        return f"its MLP has the activation {activation(layer)!r}, not {' or '.join(ACTIVATIONS)}"
+    if reason := _why_not_attention(layer):
+        return reason
     if layer.gradient_checkpointing and plain_forward(layer) is type(layer).forward:
         return "this version of transformers checkpoints around a layer: upgrade it, or leave checkpointing off"
+    runs_as_it_is = _as_it_is(layer)
     for path, part in layer.named_modules():
-        if path and (_knows_mlp(layer) or not path.startswith("mlp")) and (reason := _why_not_part(path, part)):
+        if path and path.split(".")[0] not in runs_as_it_is and (reason := _why_not_part(path, part)):
             return reason
-    found = layer.post_attention_layernorm.weight
+    found = a_norm(layer).weight
     with _products_in(computed_in, found.device):
-        read = _read(layer, computed_in or found.dtype)
-    return read if isinstance(read, str) else None
+        known = read(layer, computed_in or found.dtype)
+    return known if isinstance(known, str) else None
+
+
+def _knows_segments(mixer: Any) -> bool:
+    """Whether what mixes tokens keeps to segments: a recurrence, or attention that looks its function up."""
+    own = vars(mixer).get("forward")
+    recurs = own is not None and getattr(own, "__module__", "").startswith(OWN)
+    return recurs or attention_implementation(getattr(mixer, "config", None)) == NAME
+
+
+def _why_not_attention(layer: Any) -> str | None:
+    known = attention(layer)
+    if known is None:
+        return None
+    if dropout := getattr(known.module, "attention_dropout", 0.0):
+        return f"its attention drops weights at random (attention_dropout={dropout:g})"
+    if (clip := getattr(known.module.config, "clip_qkv", None)) is not None:
+        return f"its attention clips queries, keys and values (clip_qkv={clip:g})"
+    return None
+
+
+def _as_it_is(layer: Any) -> set[str]:
+    """The names of a layer's parts that run as they are."""
+    given = set() if attention(layer) is not None else {*MIXERS}
+    return given | (set() if glu(layer) is not None else {*second_halves(layer)})
 
 
 def _products_in(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -226,31 +253,11 @@ def _why_not_part(path: str, part: Any) -> str | None:
 
 def _kind(layer: Any) -> tuple[Any, ...]:
     """Tells layers apart of which one's proof does not hold for another."""
-    attention = layer.self_attn
-    adapted = tuple(isinstance(plain_lora(part), PlainLora) for part in _linears(layer))
+    first = mixers(layer)[0].module
+    adapted = tuple(isinstance(plain_lora(part), PlainLora) for part in linears(layer))
     dtypes = tuple(sorted({str(each.dtype) for each in layer.parameters()}))
-    return type(layer), str(_passed_on(attention)), getattr(attention, "use_rope", True), adapted, dtypes
-
-
-def _linears(layer: Any) -> list[Any]:
-    of_mlp = (*GATES, DOWN) if _knows_mlp(layer) else ()
-    names = [(layer.self_attn, each) for each in (*ATTENTION, OUTPUT)] + [(layer.mlp, each) for each in of_mlp]
-    return [getattr(owner, name) for owner, name in names]
-
-
-def _knows_mlp(layer: Any) -> bool:
-    """Whether a layer's MLP is a gate, up and down; that of a mixture of experts runs as it is."""
-    return all(name in children_of(layer.mlp) for name in (*GATES, DOWN))
-
-
-def _passed_on(attention: Any) -> dict[str, Any]:
-    """What a family's attention passes on beside what all do."""
-    paths = FAMILIES[type(attention).__name__.removesuffix("Attention") + "DecoderLayer"]
-    return {name: attrgetter(path)(attention) for name, path in paths.items()}
-
-
-def _activation(config: Any) -> str | None:
-    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+    of_halves = [type(each.module) for each in mixers(layer)], [type(each) for each in second_halves(layer).values()]
+    return type(layer), str(of_halves), str(passed_on(layer)), getattr(first, "use_rope", True), adapted, dtypes
 
 
 # -- the layer's forward ------------------------------------------------------------------------------------------
@@ -282,26 +289,47 @@ class _Known(NamedTuple):
 _known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
 
 
-def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     dtype = None if args else _dtype_here(hidden_states, kwargs)
     known = None if dtype is None else _known_layer(self, dtype)
     if dtype is None or known is None:
-        return type(self).forward(self, hidden_states, *args, **kwargs)
-    attention = self.self_attn
-    beside = {name: each for name, each in kwargs.items() if name not in PASSED}
-    attend = _Call(attention, {**beside, **known.passed_on})
-    checkpointed, rotary = self.gradient_checkpointing and self.training, _rotary(self, kwargs)
+        return _before(self)(hidden_states, *args, **kwargs)
+    checkpointed = self.gradient_checkpointing and self.training
     keeps = _keeps(self, known, hidden_states.device) if checkpointed else "products"
-    if known.layer.gates.parts:
-        return decoder_layer(known.layer, hidden_states, rotary, attend, dtype, keeps=keeps)
+    out = _through(self, known, hidden_states, kwargs, dtype, keeps, checkpointed)
+    return WRAPPED.get(family(self), lambda out: out)(out)
 
-    def half(hidden: Tensor) -> Tensor:
-        return attention_half(known.layer, hidden, rotary, attend, dtype)
 
-    rest = partial(_mlp_half, self, known.layer)
+def _through(
+    self: Any,
+    known: _Known,
+    hidden_states: Tensor,
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+    keeps: Keeps,
+    checkpointed: bool,
+) -> Tensor:
+    """What a layer makes of hidden states, each half by its function where there is one."""
+    layer = known.layer
+    if layer.attention.parts:
+        beside = {name: each for name, each in kwargs.items() if name not in PASSED}
+        attend = _Call(self.self_attn, {**beside, **known.passed_on})
+        rotary = _rotary(self, kwargs)
+        if layer.gates.parts:
+            return decoder_layer(layer, hidden_states, rotary, attend, dtype, keeps=keeps)
+        half = partial(_attended, layer, rotary, attend, dtype)
+    else:
+        half = partial(_mixed, self, layer, kwargs)
+    rest = partial(_mlp_half, self, layer)
+    if layer.gates.parts:
+        mix = partial(run_checkpointed, self, half) if checkpointed and keeps != "input" else half
+        mixed_by = [each for part in mixers(self) for each in part.module.parameters() if each.requires_grad]
+        norms = (layer.norms[0], layer.after[0])
+        mixed_by += [norm.weight for norm in norms if norm is not None and norm.weight.requires_grad]
+        return mixed_layer(layer, hidden_states, mix, mixed_by, dtype, keeps=keeps)
     if not checkpointed:
         return rest(half(hidden_states))
-    if keeps == "products":  # it writes over its own, and keeps what they come to
+    if keeps == "products" and layer.attention.parts:  # it writes over its own, and keeps what they come to
         return run_checkpointed(self, rest, half(hidden_states))
     return run_checkpointed(self, lambda hidden: rest(half(hidden)), hidden_states)
 
@@ -312,12 +340,34 @@ def _keeps(layer: Any, known: _Known, device: torch.device) -> Keeps:
     return "input" if in_the_open else KEEPS[checkpointing_policy(layer)]
 
 
+def _attended(layer: DecoderLayer, rotary: Rotary | None, attend: _Call, dtype: torch.dtype, hidden: Tensor) -> Tensor:
+    """The residual after a layer's attention."""
+    return attention_half(layer, hidden, rotary, attend, dtype)
+
+
+def _mixed(self: Any, layer: DecoderLayer, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
+    """The residual after a layer's first half, where what mixes its tokens runs as it is."""
+    before, after = layer.norms[0], layer.after[0]
+    x, mixed = hidden if before is None else normed(hidden, before, hidden.dtype), None
+    for mixer in mixers(self):
+        out = mixer.module(x if mixer.before == 1 else x * mixer.before, **given_to(mixer.module, kwargs, PLAN))
+        out = out[0] if isinstance(out, tuple) else out
+        out = out if mixer.after == 1 else out * mixer.after
+        mixed = out if mixed is None else mixed + out
+    assert mixed is not None
+    return torch.add(hidden, mixed if after is None else normed(mixed, after, mixed.dtype), alpha=layer.factors[0])
+
+
 def _mlp_half(self: Any, layer: DecoderLayer, mid: Tensor) -> Tensor:
-    """What a layer makes of the residual after its attention, where its MLP runs as it is."""
+    """What a layer makes of the residual after its first half, where its MLP runs as it is."""
     before, after = layer.norms[1], layer.after[1]
-    out = self.mlp(mid if before is None else normed(mid, before, mid.dtype))
-    out = out[0] if isinstance(out, tuple) else out  # experts that tell how they were chosen
-    return torch.add(mid, out if after is None else normed(out, after, out.dtype), alpha=layer.factor)
+    x, found = mid if before is None else normed(mid, before, mid.dtype), None
+    for module in second_halves(self).values():
+        out = module(x)
+        out = out[0] if isinstance(out, tuple) else out  # experts that tell how they were chosen
+        found = out if found is None else found + out
+    assert found is not None
+    return torch.add(mid, found if after is None else normed(found, after, found.dtype), alpha=layer.factors[1])
 
 
 def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
@@ -330,98 +380,24 @@ def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
 
 
 def _rotary(layer: Any, kwargs: dict[str, Any]) -> Rotary | None:
-    if not getattr(layer.self_attn, "use_rope", True):
+    given = kwargs.get("position_embeddings")
+    if given is None or not getattr(layer.self_attn, "use_rope", True):
         return None
-    cos, sin = (each.reshape(-1, each.shape[-1]) for each in kwargs["position_embeddings"])
-    return (cos.repeat(1, 2), sin.repeat(1, 2)) if _family(layer) in HALF_TABLES else (cos, sin)
+    cos, sin = (each.reshape(-1, each.shape[-1]) for each in given)
+    return (cos.repeat(1, 2), sin.repeat(1, 2)) if family(layer) in HALF_TABLES else (cos, sin)
 
 
 def _known_layer(layer: Any, dtype: torch.dtype) -> _Known | None:
     """A layer for products in a dtype, read anew where something of it has changed; None where it is to run as it
     was."""
-    marks = (dtype, autocast_dtype(layer.post_attention_layernorm.weight.device), *_marks(layer))
+    found = (dtype, autocast_dtype(a_norm(layer).weight.device), *marks(layer))
     known = _known.get(layer)
-    if known is None or len(known.marks) != len(marks) or not all(map(operator.is_, known.marks, marks)):
-        read = _read(layer, dtype)
-        if isinstance(read, str):
+    if known is None or len(known.marks) != len(found) or not all(map(operator.is_, known.marks, found)):
+        as_read = read(layer, dtype)
+        if isinstance(as_read, str):
             return None
-        known = _known[layer] = _Known(marks, read, _passed_on(layer.self_attn))
+        known = _known[layer] = _Known(found, as_read, passed_on(layer))
     return known
-
-
-def _marks(layer: Any) -> list[Any]:
-    """Of which one is another where a layer is to be read anew: modules, parameters, how adapters are switched."""
-    found: list[Any] = []
-    for part in children_of(layer).values():
-        found += (part, *parameters_in(part))
-        for name, module in {} if part is None else children_of(part).items():
-            found += (module, *(marks_of_linear(module) if name in LINEARS else parameters_in(module)))
-    return found
-
-
-def _read(layer: Any, dtype: torch.dtype) -> DecoderLayer | str:
-    """A layer as it is now, for products in a dtype; or why it is to run as it was, as a clause."""
-    attention, parts = layer.self_attn, []
-    for module in _linears(layer):
-        part = _projection(module, dtype)
-        if isinstance(part, str):
-            return part
-        parts.append(part)
-    before, after = next(names for name, names in NORMS.items() if hasattr(layer, name))
-    of_heads = tuple(_norm(attention, name) for name in HEAD_NORMS)
-    query, key, value, output, *of_mlp = parts
-    return DecoderLayer(
-        norms=(_norm(layer, before[0]), _norm(layer, before[1])),
-        attention=Together((query, key, value)),
-        output=Together([output]),
-        gates=Together(of_mlp[:2]),
-        down=Together(of_mlp[2:]),
-        dim=attention.head_dim,
-        after=(_norm(layer, after[0]), _norm(layer, after[1])),
-        head_norms=None if of_heads[0] is None or of_heads[1] is None else (of_heads[0], of_heads[1]),
-        activation=ACTIVATIONS[_activation(attention.config) or ""],
-        factor=float(getattr(layer, "residual_multiplier", 1.0)),
-        random=any(part.adapter is not None and part.adapter.drop is not None for part in parts),
-    )
-
-
-PASSED = ("attention_mask", "past_key_values", "position_embeddings")
-"""What a layer's attention is given under names of its own; the rest it passes on."""
-
-
-def _projection(module: Any, dtype: torch.dtype) -> Projection | str:
-    lora, linear = plain_lora(module), linear_of(module)
-    if linear is None:
-        kind = type(getattr(module, "base_layer", module)).__name__
-        return f"one of its linear layers is a {kind}, whose weight is neither a plain matrix nor one in 4 bits"
-    if isinstance(lora, str):
-        return lora
-    stored: Any = partial(float8.stored, linear)  # asked for anew each time: streamed weights come and go
-    dense = dense_of(linear) if stored() is None else lambda wanted: stored().dense(wanted)
-    given = [linear.bias, *(lora or ())[:2], *([linear.weight] if dense is None else [])]
-    dtypes = {each.dtype for each in given if isinstance(each, Tensor)}
-    computed_in = getattr(linear, "compute_dtype", None)
-    if dense is not None and computed_in not in (None, dtype):
-        return f"its 4-bit weights compute in {computed_in}, and other products in {dtype}"
-    if autocast_dtype(linear.weight.device) is None and dtypes - {dtype}:
-        return f"weights and adapters are of {dtype} and {min(map(str, dtypes - {dtype}))} without mixed precision"
-    rows = stored if stored() is not None else partial(float8.in_rows, linear.weight) if in_8_bits(linear) else None
-    if dtype != torch.bfloat16 or not float8.multiplies_on(linear.weight):
-        rows = None
-    return Projection(linear.weight, linear.bias, None if lora is None else _adapter(lora), dense, rows)
-
-
-def _adapter(lora: PlainLora) -> Adapter:
-    drops = lora.dropout.training and getattr(lora.dropout, "p", 0.0) > 0
-    return Adapter(lora.first, lora.second, lora.scale, lora.dropout if drops else None)
-
-
-def _norm(owner: Any, name: str | None) -> Norm | None:
-    module = None if name is None else getattr(owner, name, None)
-    if module is None:
-        return None
-    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return Norm(module.weight, eps, 1.0 if type(module).__name__ in CENTRED else 0.0)
 
 
 # -- the proof ----------------------------------------------------------------------------------------------------
@@ -433,12 +409,12 @@ def _why_unlike(layer: Any, computed_in: torch.dtype | None) -> str | None:
         return None  # nothing to compute with
     with _plainly(layer), _without_unknown_mlp(layer):
         parameters = [each for each in layer.parameters() if each.requires_grad]
-        expected = _numbers(layer, partial(type(layer).forward, layer), parameters, computed_in)
+        expected = _numbers(layer, _before(layer), parameters, computed_in)
         try:
             found = _numbers(layer, partial(_forward, layer), parameters, computed_in)
         except Exception as failure:  # Triton's compiler has errors of its own, by card and version
             return f"its kernels fail here with {type(failure).__name__}: {first_line(failure)}"
-    tolerance = TOLERANCE.get(computed_in or layer.post_attention_layernorm.weight.dtype, IN_16_BITS)
+    tolerance = TOLERANCE.get(computed_in or a_norm(layer).weight.dtype, IN_16_BITS)
     far = max(_distance(*each) for each in zip(found, expected, strict=True))
     if far <= tolerance:
         return None
@@ -484,37 +460,50 @@ class _AsItIs(nn.Module):
 @contextlib.contextmanager
 def _without_unknown_mlp(layer: Any) -> Iterator[None]:
     """Has an MLP that runs as it is in both ways give its input, since rounding may choose other experts."""
-    own = layer.mlp
-    if not _knows_mlp(layer):
-        layer.mlp = _AsItIs(_family(layer) in PAIRS)
+    own = {} if glu(layer) is not None else second_halves(layer)
+    for name in own:
+        setattr(layer, name, _AsItIs(family(layer) in PAIRS))
     try:
         yield
     finally:
-        layer.mlp = own
+        for name, module in own.items():
+            setattr(layer, name, module)
 
 
 def _numbers(
     layer: Any, forward: Callable[..., Tensor], parameters: list[nn.Parameter], computed_in: torch.dtype | None
 ) -> list[Tensor]:
     """The output, and the gradients at the input and of all trained parameters."""
-    weight, generator = layer.post_attention_layernorm.weight, torch.Generator().manual_seed(1)
+    weight, generator = a_norm(layer).weight, torch.Generator().manual_seed(1)
     batch = RaggedBatch.from_segments([[*range(length)] for length in LENGTHS]).to(weight.device)
-    tokens, width, dim = batch.tokens, layer.post_attention_layernorm.weight.shape[0], layer.self_attn.head_dim
+    tokens, width = batch.tokens, weight.shape[0]
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(weight)
 
-    angles = torch.rand(1, tokens, dim // 2, generator=generator).mul_(6)
-    angles = angles if _family(layer) in HALF_TABLES else angles.repeat(1, 1, 2)
+    rotary = _random_rotary(layer, tokens, generator)
     x, grad = random(1, tokens, width).requires_grad_(), random(1, tokens, width)
     with _products_in(computed_in, weight.device):
         out = forward(
             x,
-            position_embeddings=(angles.cos().to(weight), angles.sin().to(weight)),
+            position_embeddings=rotary and tuple(each.to(weight) for each in rotary),
             position_ids=batch.position_ids[None],
             **{PLAN: AttentionPlan.build(batch)},
         )
+    out = out[0] if isinstance(out, tuple) else out
     return [out.detach(), *torch.autograd.grad(out, [x, *parameters], grad, materialize_grads=True)]
+
+
+def _random_rotary(layer: Any, tokens: int, generator: torch.Generator) -> Rotary | None:
+    """Cosines and sines as a layer's attention takes them; None where it takes none."""
+    module = next((each.module for each in mixers(layer) if takes_rotary(type(each.module))), None)
+    if module is None:
+        return None
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    width = int(module.head_dim * parameters.get("partial_rotary_factor", 1.0))
+    angles = torch.rand(1, tokens, width // 2, generator=generator).mul_(6)
+    angles = angles if family(layer) in HALF_TABLES else angles.repeat(1, 1, 2)
+    return angles.cos(), angles.sin()
 
 
 def in_16_bits(model: nn.Module) -> bool:

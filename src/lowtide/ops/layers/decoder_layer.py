@@ -59,28 +59,33 @@ class DecoderLayer:
     norms: tuple[Norm | None, Norm | None]
     """Before attention, and before the MLP; None: the residual goes in as it is."""
     attention: Together
-    """To queries, keys and values."""
+    """To queries, keys and values; of a layer whose first half is given (`mixed_layer`) none."""
     output: Together
     """Of what attention gathers."""
     gates: Together
-    """Gate and up; of a layer whose MLP is not known (`attention_half`) none."""
+    """Gate and up, or both by one matrix; of a layer whose MLP is not known (`attention_half`) none."""
     down: Together
-    dim: int
+    dim: int = 0
     """Width of a head."""
     after: tuple[Norm | None, Norm | None] = (None, None)
     """Of what attention gives, and of what the MLP gives, before it is added; None: it is added as it is."""
     head_norms: tuple[Norm, Norm] | None = None
     """Of queries, and of keys: of each head, or of all heads together, as wide as their weights are."""
     activation: Activation = "silu"
-    factor: float = 1.0
+    up_first: bool = False
+    """Whether up comes before the gate, as dropout draws for them."""
+    gate_factor: float = 1.0
+    """By which the gate is multiplied before its activation."""
+    factors: tuple[float, float] = (1.0, 1.0)
     """By which each half is multiplied before it is added."""
     random: bool = False
     """Whether something in it draws random numbers."""
 
     def trained(self) -> list[Tensor]:
-        """The parameters that a gradient is wanted of."""
+        """The parameters that a gradient is wanted of, but for those of a first half that is given."""
         found = [each for part in (self.attention, self.output, self.gates, self.down) for each in part.trained()]
-        norms = (*self.norms, *self.after, *(self.head_norms or ()))
+        known = slice(0 if self.attention.parts else 1, None)
+        norms = (*self.norms[known], *self.after[known], *(self.head_norms or ()))
         return found + [norm.weight for norm in norms if norm is not None and norm.weight.requires_grad]
 
 
@@ -150,14 +155,19 @@ class Pass:
 
     Args:
         layer: the layer.
-        attention_of: its attention.
+        attention_of: its attention; None where its first half is given.
         dtype: of the products.
         rotary: cosines and sines.
         back: whether it goes backward.
     """
 
     def __init__(
-        self, layer: DecoderLayer, attention_of: Attend, dtype: torch.dtype, rotary: Rotary | None, back: bool = False
+        self,
+        layer: DecoderLayer,
+        attention_of: Attend | None,
+        dtype: torch.dtype,
+        rotary: Rotary | None,
+        back: bool = False,
     ) -> None:
         self.layer, self.attention_of, self.dtype, self.rotary = layer, attention_of, dtype, rotary
         make = partial(Projections, dtype=dtype, again=back)
@@ -167,7 +177,7 @@ class Pass:
         """By the `id` of a norm's weight, its gradient."""
 
     @property
-    def how(self) -> tuple[DecoderLayer, Attend, torch.dtype]:
+    def how(self) -> tuple[DecoderLayer, Attend | None, torch.dtype]:
         """What another pass through the layer is made of, but the rotary embeddings."""
         return self.layer, self.attention_of, self.dtype
 
@@ -205,6 +215,7 @@ class Pass:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, graph: bool) -> _Attended:
         """Attention, with a graph or without one."""
+        assert self.attention_of is not None
         with torch.enable_grad() if graph else contextlib.nullcontext():
             leaves = [each.detach().requires_grad_(graph) for each in (query, key, value)]
             return _Attended(leaves[0], leaves[1], leaves[2], self.attention_of(*leaves))
@@ -212,14 +223,20 @@ class Pass:
     def residual(self, x: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual after attention, of what it gathered; and what was normed for it, if something was."""
         self.output.reduce(gathered)
-        return self._onto(x, self.output, gathered, self.layer.after[0])
+        return self._onto(x, self.output, gathered, 0)
 
     def gated(self, mid: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and up, of the residual after attention."""
         normed, _ = self.normed(mid, self.layer.norms[1])
         self.gates.reduce(normed)
-        gate, up = (self.gates.product(normed, each) for each in range(2))
-        return gate, up
+        return self._gate_and_up(normed)
+
+    def _gate_and_up(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of a normed residual, each in memory of its own."""
+        parts = [self.gates.product(normed, each) for each in range(len(self.gates.parts))]
+        parts = parts if len(parts) == 2 else [each.contiguous() for each in parts[0].chunk(2, 1)]
+        gate, up = reversed(parts) if self.layer.up_first else parts
+        return gate if self.layer.gate_factor == 1 else gate.mul_(self.layer.gate_factor), up
 
     def inner(self, gate: Tensor, up: Tensor) -> Tensor:
         """What the gate gives."""
@@ -228,14 +245,15 @@ class Pass:
     def last(self, mid: Tensor, inner: Tensor) -> tuple[Tensor, Tensor | None]:
         """The layer's output, of what its gate gives; and what was normed for it, if something was."""
         self.down.reduce(inner)
-        return self._onto(mid, self.down, inner, self.layer.after[1])
+        return self._onto(mid, self.down, inner, 1)
 
-    def _onto(self, residual: Tensor, part: Projections, x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+    def _onto(self, residual: Tensor, part: Projections, x: Tensor, half: int) -> tuple[Tensor, Tensor | None]:
+        norm, factor = self.layer.after[half], self.layer.factors[half]
         if norm is None and residual.dtype == self.dtype:
-            return part.product(x, 0, onto=residual, factor=self.layer.factor), None
+            return part.product(x, 0, onto=residual, factor=factor), None
         given = part.product(x, 0)
         added = given if norm is None else rms_norm(given, norm, self.dtype)[0]
-        return torch.add(residual, added, alpha=self.layer.factor), None if norm is None else given
+        return torch.add(residual, added, alpha=factor), None if norm is None else given
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -251,7 +269,7 @@ class Pass:
         norm, after = self.layer.norms[1], self.layer.after[1]
         normed, scale = self.normed(mid, norm)
         self.gates.reduce(normed)
-        gate, up = gated or (self.gates.product(normed, each) for each in range(2))
+        gate, up = gated or self._gate_and_up(normed)
         again = after is not None and given is None
         early = self.down.drops or again  # dropout draws in the order of forward
         if early:
@@ -259,16 +277,20 @@ class Pass:
             self.down.reduce(inner)
             given = self.down.product(inner, 0) if again else given
             del inner
-        outer = self._of_added(grad, given, after)
+        outer = self._of_added(grad, given, 1)
         inner = self.down.input_gradient([outer])
         gate_backward_(inner, gate, up, self.layer.activation)
         if not early:
             self.down.reduce(inner)
         self.down.weight_gradients(inner, [outer])
         del inner, outer, given
-        slopes = self.gates.input_gradient([gate, up])
-        self.gates.weight_gradients(normed, [gate, up])
-        del gate, up, gated, normed
+        gate = gate if self.layer.gate_factor == 1 else gate.mul_(self.layer.gate_factor)
+        grads = [up, gate] if self.layer.up_first else [gate, up]
+        grads = grads if len(self.gates.parts) == 2 else [torch.cat(grads, 1)]
+        del gate, up, gated
+        slopes = self.gates.input_gradient(grads)
+        self.gates.weight_gradients(normed, grads)
+        del grads, normed
         return self._norm_backward(slopes, mid, scale, norm, add=grad)
 
     def attention_backward(
@@ -296,7 +318,7 @@ class Pass:
 
     def output_backward(self, grad: Tensor, gathered: Tensor, given: Tensor | None) -> Tensor:
         """The gradient at what attention gathered, of that at the residual after it."""
-        outer = self._of_added(grad, given, self.layer.after[0])
+        outer = self._of_added(grad, given, 0)
         slopes = self.output.input_gradient([outer])
         self.output.weight_gradients(gathered, [outer])
         return slopes
@@ -335,11 +357,11 @@ class Pass:
         scale = rms_norm(rows, norm, self.dtype)[1]
         return self._norm_backward(grad.view(rows.shape), rows, scale, norm).view(raw.shape)
 
-    def _of_added(self, grad: Tensor, given: Tensor | None, norm: Norm | None) -> Tensor:
+    def _of_added(self, grad: Tensor, given: Tensor | None, half: int) -> Tensor:
         """A gradient at a residual, as one at what a half of the layer gives, which is normed and added to it."""
-        outer = grad.to(self.dtype)
-        if self.layer.factor != 1:
-            outer = outer * self.layer.factor
+        norm, factor, outer = self.layer.after[half], self.layer.factors[half], grad.to(self.dtype)
+        if factor != 1:
+            outer = outer * factor
         if norm is None or given is None:
             return outer
         return self._norm_backward(outer, given, rms_norm(given, norm, self.dtype)[1], norm)

@@ -140,23 +140,23 @@ def _launch_backward(
 def rotate_(
     query: Float[Tensor, "tokens heads dim"],
     key: Float[Tensor, "tokens kv_heads dim"],
-    cos: Float[Tensor, "tokens dim"],
-    sin: Float[Tensor, "tokens dim"],
+    cos: Float[Tensor, "tokens turned"],
+    sin: Float[Tensor, "tokens turned"],
     *,
     back: bool = False,
 ) -> None:
     """Turns queries and keys by their positions in place, half of a head's width with the other half, as transformers'
-    `rotate_half` has them.
+    `rotate_half` has them; of a wider head its first entries, as wide as cosines and sines are.
 
     Args:
         back: whether they are gradients at what was turned, and become those before it.
     """
     if uses_kernels(query):
-        tokens, heads, dim = query.shape
-        launch("rotate", (tokens,), (cos, sin), (query, key), heads=heads, kv_heads=key.shape[1], dim=dim, BACK=back,
-               HEADS=next_power(heads), KV_HEADS=next_power(key.shape[1]), HALF=next_power(dim // 2))  # fmt: skip
+        (tokens, heads, dim), kv_heads, half = query.shape, key.shape[1], cos.shape[1] // 2
+        launch("rotate", (tokens,), (cos, sin), (query, key), heads=heads, kv_heads=kv_heads, dim=dim, half=half,
+               BACK=back, HEADS=next_power(heads), KV_HEADS=next_power(kv_heads), HALF=next_power(half))  # fmt: skip
         return
-    for x in (query, key):
+    for x in (query[..., : cos.shape[1]], key[..., : cos.shape[1]]):
         _rotate(x, cos[:, None], sin[:, None], back)
 
 

@@ -91,19 +91,21 @@ def rotate(
     heads,
     kv_heads,
     dim,
+    half,
     BACK: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    half = dim // 2
     column = tl.arange(0, HALF)
     within = column < half
-    cos1 = tl.load(cos + token * dim + column, mask=within, other=0.0).to(tl.float32)[None, :]
-    cos2 = tl.load(cos + token * dim + half + column, mask=within, other=0.0).to(tl.float32)[None, :]
-    sin1 = tl.load(sin + token * dim + column, mask=within, other=0.0).to(tl.float32)[None, :]
-    sin2 = tl.load(sin + token * dim + half + column, mask=within, other=0.0).to(tl.float32)[None, :]
+    one = token * 2 * half + column
+    two = one + half
+    cos1 = tl.load(cos + one, mask=within, other=0.0).to(tl.float32)[None, :]
+    cos2 = tl.load(cos + two, mask=within, other=0.0).to(tl.float32)[None, :]
+    sin1 = tl.load(sin + one, mask=within, other=0.0).to(tl.float32)[None, :]
+    sin2 = tl.load(sin + two, mask=within, other=0.0).to(tl.float32)[None, :]
     head = tl.arange(0, HEADS)
     place = token * heads * dim + head[:, None] * dim + column[None, :]
     inside = (head[:, None] < heads) & within[None, :]

@@ -36,11 +36,13 @@ def plain_loss(talker, pairs) -> float:
     return sum(nats) / len(nats)
 
 
-def test_the_loss_of_each_dataset_is_that_of_the_plain_model(talker, data, tmp_path, capsys):
+def test_the_loss_of_each_dataset_is_that_of_the_plain_model(talker, data, tmp_path, capsys, caplog):
     output = tmp_path / "found.json"
     words = ["evaluate", str(talker), "--data", *data, "--device", "cpu", "--output", str(output)]
     assert main([*words, "--picture", str(tmp_path / "found.png")]) == 0
     shown = capsys.readouterr().out
+    assert "a step is to take" not in caplog.text  # nothing of a training that is not asked for
+    assert "input_ids" not in caplog.text
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
     for wrong, said in {"found.pdf": "ends in .png or .svg", "": "is a folder: name a file"}.items():
         assert main([*words, "--picture", str(tmp_path / wrong)]) == 2

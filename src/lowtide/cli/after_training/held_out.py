@@ -78,6 +78,7 @@ def losses(
             disable_tqdm=True,
             save_strategy="no",
             use_cpu=device == "cpu",
+            per_device_train_batch_size=1,  # no step is taken
             **kept,
         )
         check_device(device, args.device)
@@ -87,8 +88,7 @@ def losses(
             model=run, args=args, train_dataset=few, eval_dataset=rows, **arguments
         )
         trainer.remove_callback(PrinterCallback)  # what is found is shown once, by the command
-        prepared: Any = trainer.eval_dataset
-        return {name: _metrics(trainer.evaluate(prepared[name])) for name in rows}
+        return {name: _metrics(trainer.evaluate(name)) for name in rows}
 
 
 def check_device(asked: str | None, taken: torch.device) -> None:

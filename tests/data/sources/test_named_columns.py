@@ -114,3 +114,12 @@ def test_a_refusal_proposes_them(detect, columns, proposed):
     with pytest.raises(ValueError, match="If their names say what they hold") as caught:
         detect(columns, source="rows.csv")
     assert f"--columns '{proposed}'" in str(caught.value) or proposed in str(caught.value)
+
+
+def test_a_refusal_shows_how_to_name_them_where_no_name_tells():
+    with pytest.raises(ValueError, match="To say which is which") as caught:
+        detect_format(["Nummer", "Frage", "Antwort"], source="rows.csv")
+    assert """--columns '{"prompt": "...", "completion": "..."}'""" in str(caught.value)
+    with pytest.raises(ValueError, match="none of these is among them") as caught:
+        detect_format(["Nummer"], source="rows.csv")
+    assert "which is which" not in str(caught.value)

@@ -40,17 +40,16 @@ def likely_columns(columns: Sequence[str], wanted: Sequence[str]) -> dict[str, s
 
 def proposal(columns: Sequence[str], *formats: Sequence[str]) -> str:
     """` If ...`: the first of the formats whose columns may be there by other names, as a clause for messages that
-    ends with a full stop; empty if there is none."""
-    for wanted in formats:
-        found = likely_columns(columns, wanted)
-        if found:
-            renamed = {source: name for name, source in found.items() if source != name}
-            mapping = ", ".join(f"{name}: {json.dumps(source, ensure_ascii=False)}" for name, source in found.items())
-            return (
-                f" If their names say what they hold: columns: {{{mapping}}} in a run file, --columns "
-                f"'{json.dumps(found, ensure_ascii=False)}'{in_python(f', or dataset.rename_columns({renamed})')}."
-            )
-    return ""
+    ends with a full stop; where no name tells, how the columns of the first format are named, if there are so many."""
+    found = next(filter(None, (likely_columns(columns, wanted) for wanted in formats)), {})
+    if not found and len(columns) < len(formats[0]):
+        return ""
+    opening = "If their names say what they hold" if found else "To say which is which"
+    said = found or dict.fromkeys(formats[0], "...")
+    mapping = ", ".join(f"{name}: {json.dumps(source, ensure_ascii=False)}" for name, source in said.items())
+    renamed = {source: name for name, source in found.items() if source != name}
+    in_code = in_python(f", or dataset.rename_columns({renamed})") if found else ""
+    return f" {opening}: columns: {{{mapping}}} in a run file, --columns '{json.dumps(said, ensure_ascii=False)}'{in_code}."
 
 
 def _words(column: str) -> list[str]:

@@ -46,10 +46,11 @@ def proposal(columns: Sequence[str], *formats: Sequence[str]) -> str:
         return ""
     opening = "If their names say what they hold" if found else "To say which is which"
     said = found or dict.fromkeys(formats[0], "...")
-    mapping = ", ".join(f"{name}: {json.dumps(source, ensure_ascii=False)}" for name, source in said.items())
+    in_file = ", ".join(f"{name}: {json.dumps(source, ensure_ascii=False)}" for name, source in said.items())
     renamed = {source: name for name, source in found.items() if source != name}
+    on_line = json.dumps(said, ensure_ascii=False)
     in_code = in_python(f", or dataset.rename_columns({renamed})") if found else ""
-    return f" {opening}: columns: {{{mapping}}} in a run file, --columns '{json.dumps(said, ensure_ascii=False)}'{in_code}."
+    return f" {opening}: columns: {{{in_file}}} in a run file, --columns '{on_line}'{in_code}."
 
 
 def _words(column: str) -> list[str]:

@@ -1,10 +1,10 @@
 """`python -m bench.layer_cost CASE`: what a decoder layer costs on a GPU, without one.
 
-A step of 16 rows of 1,024 tokens (4 of QLoRA), checkpointed, in bfloat16, as the planner traces it: the operations that
-the device would be asked for, the bytes that they move, and their floating-point operations. Counted of a layer is what
-one in the middle takes in forward, recomputation and backward; views and memory that is only taken are free. The
-seconds are the planner's roofline (`lowtide.planner.speed`), nothing is measured. With `--host` the time is measured
-that the host takes for such a layer, beside one of transformers and PEFT (`bench.layer_cost.host`).
+A step of 16 rows of 1,024 tokens (4 of QLoRA and of hybrids), checkpointed, in bfloat16, as the planner traces it: the
+operations that the device would be asked for, the bytes that they move, and their floating-point operations. Counted of
+a layer is what one in the middle takes in forward, recomputation and backward; views and memory that is only taken are
+free. The seconds are the planner's roofline (`lowtide.planner.speed`), nothing is measured. With `--host` the time is
+measured that the host takes for such a layer, beside one of transformers and PEFT (`bench.layer_cost.host`).
 """
 
 import argparse
@@ -18,14 +18,20 @@ from bench.layer_cost.host import host_cost
 SUMMARY = "Count what a decoder layer costs on a GPU: operations, bytes, products, from the planner's trace."
 TOKENS = 1024
 RANK = 16
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+HYBRID: dict[str, Any] = {
+    **{"model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32},
+    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320},
+    **{"linear_num_value_heads": 32, "linear_num_key_heads": 16},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": False},
+}
+"""A Qwen3.5 of some 9B."""
 
 
 class Case(NamedTuple):
     """A model, and how it is trained."""
 
-    model: str
-    """A name that lowtide has the shape of."""
+    model: str | dict[str, Any]
+    """A name that lowtide has the shape of, or what `AutoConfig.for_model` takes."""
     adapters: bool = True
     four_bits: bool = False
     rows: int = 16
@@ -41,7 +47,10 @@ CASES = {
     "qwen-0.5b-full": Case("Qwen/Qwen2.5-0.5B", adapters=False),
     "llama-8b-full": Case("meta-llama/Llama-3.1-8B", adapters=False),
     "llama-8b-full-float8": Case("meta-llama/Llama-3.1-8B", adapters=False, more={"float8_products": True}),
+    "hybrid-recurrent-lora": Case(HYBRID | {"layer_types": ["linear_attention"] * 32}, rows=4),
+    "hybrid-attention-lora": Case(HYBRID | {"layer_types": ["full_attention"] * 32}, rows=4),
 }
+"""The last two have the recurrent layers of a hybrid alone, and its attention layers alone."""
 
 
 def layer_cost(name: str, device_name: str = "h200", **options: Any) -> dict[str, float]:
@@ -83,6 +92,7 @@ def layer_cost(name: str, device_name: str = "h200", **options: Any) -> dict[str
 def _run(case: Case, device: Any, options: dict[str, Any]) -> Any:
     """The run of a case, for a trace."""
     from peft import LoraConfig
+    from transformers import AutoConfig
 
     from lowtide.planner.answers.known_models import known_config
     from lowtide.planner.answers.row_lengths import row_lengths
@@ -90,7 +100,8 @@ def _run(case: Case, device: Any, options: dict[str, Any]) -> Any:
     from lowtide.planner.candidate import PlannedRun
     from lowtide.run.options.configs import method_named
 
-    described, method = known_config(case.model), method_named("sft")
+    named, method = case.model, method_named("sft")
+    described = known_config(named) if isinstance(named, str) else AutoConfig.for_model(**named, dtype="bfloat16")
     assert described is not None
     requested = {
         "rehearsal": False,
@@ -102,7 +113,7 @@ def _run(case: Case, device: Any, options: dict[str, Any]) -> Any:
         "per_device_train_batch_size": case.rows,
         **case.more,
     }
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=RANK, target_modules="all-linear")
     run = PlannedRun(
         method,
         described,

@@ -18,6 +18,7 @@ from lowtide.engine.forward import causal_model, score
 from lowtide.memory.activations.checkpointing import set_checkpointing
 from lowtide.memory.kernels import fused_layers
 from lowtide.memory.kernels.fused_layers import fuse_layers, why_not_fused
+from lowtide.memory.kernels.layer_parts import adapted_inside
 from lowtide.memory.table import TECHNIQUES
 from lowtide.memory.technique import Site
 from lowtide.methods.method import TokenObjective
@@ -211,6 +212,33 @@ def test_products_in_bfloat16_of_weights_in_float32(checkpointing):
         found.append(gradients(model))
     assert {each.dtype for each in found[1].values()} == {torch.float32}
     assert_close(found[1], found[0], 0.15)
+
+
+def test_what_mixes_tokens_has_its_backward_outside_of_autocast():
+    model, seen = prepared(adapted(family("qwen3_5"), "LoRA")), []
+    checkpointed(model)
+    fuse_layers(model, torch.bfloat16)
+
+    def look(module, given, out):
+        if out.requires_grad:
+            out.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+
+    causal_model(model).model.layers[0].linear_attn.register_forward_hook(look)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = loss_of(model, separate())
+    loss.backward()
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("kind", slow_but(["qwen3_5"], DENSE))
+def test_adapters_in_what_mixes_tokens_are_in_the_products(kind, monkeypatch):
+    model, called = prepared(adapted(family(kind), "LoRA")), []
+    linear = fused_layers.adapted_linear
+    fuse_layers(model)
+    monkeypatch.setattr(fused_layers, "adapted_linear", lambda *given: called.append(1) or linear(*given))
+    loss_of(model, separate())
+    inside = [each for layer in checkpointed_layers(model) for each in adapted_inside(layer)]
+    assert len(called) == len(inside) > 0
 
 
 def test_weights_in_4_bits_are_dequantized():

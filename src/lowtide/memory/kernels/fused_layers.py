@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lowtide.compat.peft import PlainLora, plain_lora
+from lowtide.compat.peft import PlainLora, marks_of_linear, plain_lora
 from lowtide.compat.torch import FakeTensor, gathered, has_module_hooks
 from lowtide.compat.transformers import (
     attention_function,
@@ -43,6 +43,7 @@ from lowtide.memory.kernels.layer_parts import (
     PASSED,
     a_norm,
     activation,
+    adapted_inside,
     attention,
     family,
     given_to,
@@ -51,14 +52,17 @@ from lowtide.memory.kernels.layer_parts import (
     marks,
     mixers,
     passed_on,
+    projection,
     read,
     second_halves,
     takes_rotary,
 )
 from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
+from lowtide.ops.layers.adapted_linear import adapted_linear
 from lowtide.ops.layers.attention_half import attention_half, normed
 from lowtide.ops.layers.decoder_layer import DecoderLayer, Keeps, Rotary, decoder_layer
+from lowtide.ops.layers.lora_linear import Together
 from lowtide.ops.layers.mixed_layer import mixed_layer
 from lowtide.ops.target import autocast_dtype
 from lowtide.ragged import RaggedBatch
@@ -125,52 +129,53 @@ def fuse_layers(model: nn.Module, computed_in: torch.dtype | None = None) -> Cal
         those = [number for number, each in reasons.items() if each == reason]
         logger.warning(f"layers {those} run as they were, not fused: {reason}")
     for layer in fused:
-        if "forward" in vars(layer):
-            vars(layer)[BEFORE] = layer.forward
-        layer.forward = types.MethodType(_forward, layer)
+        _attach(layer)
 
     def undo() -> None:
         for layer in fused:
-            _put_back(layer)
-            vars(layer).pop(BEFORE, None)
+            _detach(layer)
             _known.pop(layer, None)
 
     return undo
 
 
 BEFORE = "_lowtide_forward_before"
-"""The attribute of a layer whose forward was already not its class's: what hands a plan on (`engine.layers.mixers`)."""
+"""The attribute of a module whose forward was not its class's before: what hands a plan on (`engine.layers.mixers`)."""
 
 
-def _before(layer: Any) -> Callable[..., Any]:
-    """The forward of a layer as it was, fused or not."""
-    own = vars(layer).get(BEFORE if _is_fused(layer) else "forward")
-    return types.MethodType(type(layer).forward, layer) if own is None else own
+def _attach(layer: Any) -> None:
+    """Has a layer run as it is known, and adapted linear layers in what mixes its tokens."""
+    for module, forward in ((layer, _forward), *((each, _linear) for each in adapted_inside(layer))):
+        if "forward" in vars(module):
+            vars(module)[BEFORE] = module.forward
+        module.forward = types.MethodType(forward, module)
 
 
-def _is_fused(layer: Any) -> bool:
-    return getattr(layer.forward, "__func__", None) is _forward
+def _detach(layer: Any) -> None:
+    """Has a layer run as it was."""
+    for module in (layer, *adapted_inside(layer)):
+        before = vars(module).pop(BEFORE, None)
+        vars(module).pop("forward", None)
+        if before is not None:
+            module.forward = before
 
 
-def _put_back(layer: Any) -> None:
-    if BEFORE in vars(layer):
-        layer.forward = vars(layer)[BEFORE]
-    else:
-        vars(layer).pop("forward", None)
+def _before(module: Any) -> Callable[..., Any]:
+    """The forward of a layer, or of a linear layer in it, as it was."""
+    return vars(module).get(BEFORE) or types.MethodType(type(module).forward, module)
 
 
 @contextlib.contextmanager
 def unfused(model: nn.Module) -> Iterator[None]:
     """While it lasts, fused layers run module by module, for who watches their modules."""
-    fused = [layer for layer in checkpointed_layers(model) if _is_fused(layer)]
-    forwards = [vars(layer)["forward"] for layer in fused]
+    fused = [each for each in checkpointed_layers(model) if getattr(each.forward, "__func__", None) is _forward]
     for layer in fused:
-        _put_back(layer)
+        _detach(layer)
     try:
         yield
     finally:
-        for layer, forward in zip(fused, forwards, strict=True):
-            layer.forward = forward  # type: ignore[method-assign]
+        for layer in fused:
+            _attach(layer)
 
 
 def why_not_fused(model: nn.Module, computed_in: torch.dtype | None = None) -> str | None:
@@ -287,6 +292,7 @@ class _Known(NamedTuple):
 
 
 _known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_known_linears: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Together]] = WeakKeyDictionary()
 
 
 def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -379,6 +385,29 @@ def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
     return autocast_dtype(hidden.device) or hidden.dtype
 
 
+def _linear(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What the forward of a linear layer with adapters computes."""
+    dtype = autocast_dtype(x.device) or x.dtype
+    known = None if args or kwargs else _known_linear(self, dtype)
+    return _before(self)(x, *args, **kwargs) if known is None else adapted_linear(known, x, dtype)
+
+
+def _known_linear(module: Any, dtype: torch.dtype) -> Together | None:
+    """As `_known_layer`, of a linear layer with adapters; None too where none of them is on."""
+    found = (dtype, autocast_dtype(module.weight.device), *marks_of_linear(module))
+    known = _known_linears.get(module)
+    if known is None or not _same(known[0], found):
+        part = projection(module, dtype)
+        if isinstance(part, str) or part.adapter is None:
+            return None
+        known = _known_linears[module] = found, Together([part])
+    return known[1]
+
+
+def _same(known: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
+    return len(known) == len(found) and all(map(operator.is_, known, found))
+
+
 def _rotary(layer: Any, kwargs: dict[str, Any]) -> Rotary | None:
     given = kwargs.get("position_embeddings")
     if given is None or not getattr(layer.self_attn, "use_rope", True):
@@ -392,7 +421,7 @@ def _known_layer(layer: Any, dtype: torch.dtype) -> _Known | None:
     was."""
     found = (dtype, autocast_dtype(a_norm(layer).weight.device), *marks(layer))
     known = _known.get(layer)
-    if known is None or len(known.marks) != len(found) or not all(map(operator.is_, known.marks, found)):
+    if known is None or not _same(known.marks, found):
         as_read = read(layer, dtype)
         if isinstance(as_read, str):
             return None
@@ -409,11 +438,14 @@ def _why_unlike(layer: Any, computed_in: torch.dtype | None) -> str | None:
         return None  # nothing to compute with
     with _plainly(layer), _without_unknown_mlp(layer):
         parameters = [each for each in layer.parameters() if each.requires_grad]
-        expected = _numbers(layer, _before(layer), parameters, computed_in)
+        expected = _numbers(layer, parameters, computed_in)
+        _attach(layer)
         try:
-            found = _numbers(layer, partial(_forward, layer), parameters, computed_in)
+            found = _numbers(layer, parameters, computed_in)
         except Exception as failure:  # Triton's compiler has errors of its own, by card and version
             return f"its kernels fail here with {type(failure).__name__}: {first_line(failure)}"
+        finally:
+            _detach(layer)
     tolerance = TOLERANCE.get(computed_in or a_norm(layer).weight.dtype, IN_16_BITS)
     far = max(_distance(*each) for each in zip(found, expected, strict=True))
     if far <= tolerance:
@@ -470,9 +502,7 @@ def _without_unknown_mlp(layer: Any) -> Iterator[None]:
             setattr(layer, name, module)
 
 
-def _numbers(
-    layer: Any, forward: Callable[..., Tensor], parameters: list[nn.Parameter], computed_in: torch.dtype | None
-) -> list[Tensor]:
+def _numbers(layer: Any, parameters: list[nn.Parameter], computed_in: torch.dtype | None) -> list[Tensor]:
     """The output, and the gradients at the input and of all trained parameters."""
     weight, generator = a_norm(layer).weight, torch.Generator().manual_seed(1)
     batch = RaggedBatch.from_segments([[*range(length)] for length in LENGTHS]).to(weight.device)
@@ -484,7 +514,7 @@ def _numbers(
     rotary = _random_rotary(layer, tokens, generator)
     x, grad = random(1, tokens, width).requires_grad_(), random(1, tokens, width)
     with _products_in(computed_in, weight.device):
-        out = forward(
+        out = layer.forward(
             x,
             position_embeddings=rotary and tuple(each.to(weight) for each in rotary),
             position_ids=batch.position_ids[None],

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.compat.bitsandbytes import dense_of
-from lowtide.compat.peft import PlainLora, linear_of, marks_of_linear, plain_lora
-from lowtide.compat.torch import children_of, parameters_in
+from lowtide.compat.peft import PlainLora, has_adapters, linear_of, marks_of_linear, plain_lora
+from lowtide.compat.torch import children_of, has_module_hooks, parameters_in
 from lowtide.memory.kernels.float8_products import in_8_bits
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.decoder_layer import DecoderLayer
@@ -205,6 +205,19 @@ def linears(layer: Any) -> list[Any]:
     return [*of_attention, *(() if mlp is None else (*mlp.gates, mlp.down))]
 
 
+def adapted_inside(layer: Any) -> list[Any]:
+    """The linear layers with adapters in what mixes a layer's tokens, where that runs as it is."""
+    if attention(layer) is not None:
+        return []
+    parts = [part for each in mixers(layer) for part in each.module.modules()]
+    return [part for part in parts if has_adapters(part) and linear_of(part) is not None and not _is_watched(part)]
+
+
+def _is_watched(module: Any) -> bool:
+    """Whether a part of a module has hooks."""
+    return any(part is not module and has_module_hooks(part) for part in module.modules())
+
+
 def passed_on(layer: Any) -> dict[str, Any]:
     """What a layer's attention passes on beside what all do."""
     module = mixers(layer)[0].module
@@ -252,7 +265,7 @@ def read(layer: Any, dtype: torch.dtype) -> DecoderLayer | str:
     """A layer as it is now, for products in a dtype; or why it is to run as it was, as a clause."""
     found, mlp, parts = attention(layer), glu(layer), []
     for module in linears(layer):
-        part = _projection(module, dtype)
+        part = projection(module, dtype)
         if isinstance(part, str):
             return part
         parts.append(part)
@@ -282,7 +295,8 @@ def read(layer: Any, dtype: torch.dtype) -> DecoderLayer | str:
     )
 
 
-def _projection(module: Any, dtype: torch.dtype) -> Projection | str:
+def projection(module: Any, dtype: torch.dtype) -> Projection | str:
+    """A linear layer as it is now, for products in a dtype; or why it is to run as it was, as a clause."""
     lora, linear = plain_lora(module), linear_of(module)
     if linear is None:
         kind = type(getattr(module, "base_layer", module)).__name__

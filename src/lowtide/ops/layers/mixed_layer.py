@@ -117,5 +117,6 @@ class _MixedLayer(torch.autograd.Function):
             with without_autocast(grad.device):
                 slopes = work.mlp_backward(grad.reshape(mid.shape), mid, gated, given)
             del mid, gated, given
+        with without_autocast(grad.device):  # as in a backward
             of_hidden, *found = mixed.gradients(slopes.view(grad.shape), how.mixed_by)
         return None, of_hidden if ctx.needs_input_grad[1] else None, *found, *work.gradients(ctx.parameters)

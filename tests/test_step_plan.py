@@ -90,6 +90,18 @@ def test_the_heaviest_micro_batches_come_first():
     assert [part.rows for part in plan] == [(3,), (1,), (0, 2), (4,)]
 
 
+@pytest.mark.parametrize("cap", range(LEAST, 60))
+def test_no_piece_begins_where_scores_are_read_together(cap):
+    uncut = frozenset({*range(24, 36), *range(50, 60), 61, 90})
+    (plan,) = cut_rows([Segment(7, 107, -1, 0, 0, 100, uncut=uncut)], Limits(None, cap))
+    starts, stops = zip(*((piece.spans[0].start - 7, piece.spans[0].stop - 7) for piece in plan.pieces), strict=True)
+    assert (starts[0], *stops) == (*starts, 100)
+    assert plan.heaviest <= cap
+    assert uncut.isdisjoint(starts)
+    with pytest.raises(ValueError, match="more than 16 neighbouring tokens of a row are compared as one span"):
+        cut_rows([Segment(0, 100, -1, 0, 0, 100, uncut=frozenset(range(30, 60)))], Limits(None, 16))
+
+
 def test_rows_above_the_budget_are_refused_where_they_cannot_be_cut():
     segments = laid([(9, []), (40, [3])])
     with pytest.raises(ValueError, match=r"row 1 .* 43 tokens, above the token budget of 20 .*since it is so"):

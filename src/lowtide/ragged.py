@@ -52,6 +52,8 @@ class Segment(NamedTuple):
     """So many of the prefix's first tokens are seen; -1 for all."""
     completion: int = -1
     """Which of its row's completions it is a part of; -1 where it is of none, as a prompt that they share."""
+    uncut: frozenset[int] = frozenset()
+    """Places in it, from its start, at which no piece of a long row begins: scores on both sides are read together."""
 
     @property
     def length(self) -> int:
@@ -666,11 +668,12 @@ def _renumbered(segments: Sequence[Segment], kept: Sequence[int], stands_for: Ma
     found: list[Segment] = []
     token = score = 0
     for old in kept:
-        start, stop, before, of_row, first, last, *rest = segments[old]
+        part = segments[old]
+        start, stop, before, of_row, first, last = part[:6]
         before = place[stands_for.get(before, before)] if before >= 0 else -1
         token_stop, score_stop = token + stop - start, score + last - first
         row = rows.setdefault(of_row, len(rows))
-        found.append(Segment(token, token_stop, before, row, score, score_stop, *rest))
+        found.append(Segment(token, token_stop, before, row, score, score_stop, *part[6:]))
         token, score = token_stop, score_stop
     return tuple(found)
 
@@ -800,7 +803,8 @@ def _validate(batch: RaggedBatch) -> None:
                 )
     token = score = 0
     row = 0
-    for number, (start, stop, prefix, of_row, first, last, _, seen, _) in enumerate(segments):
+    for number, part in enumerate(segments):
+        start, stop, prefix, of_row, first, last, _, seen = part[:8]
         wrong = None
         if start != token or stop <= start or first != score:
             wrong = (

@@ -18,6 +18,7 @@ import functools
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from lowtide.ragged import Segment
@@ -259,23 +260,47 @@ def _tree(segments: Sequence[Segment], most: int, spans: Spans, first: int) -> l
     ends = {other: begin + segments[other.segment].after(segments) for other in others}
     last: dict[int, int] = {}
     for end in sorted({*ends.values(), stop}):
-        plan += _divided(most, after, (Span(number, begin, end),), first + len(plan))
+        plan += _divided(segments, most, after, (Span(number, begin, end),), first + len(plan))
         begin, after = end, first + len(plan) - 1
         last[end] = after
     for end, after in last.items():
         own = [(other,) for other in others if ends[other] == end]
-        plan += _filled(own, most, first + len(plan), functools.partial(_divided, most, after), after)
+        plan += _filled(own, most, first + len(plan), functools.partial(_divided, segments, most, after), after)
     return plan
 
 
-def _divided(most: int, after: int, spans: Spans, first: int) -> list[PiecePlan]:
+def _divided(segments: Sequence[Segment], most: int, after: int, spans: Spans, first: int) -> list[PiecePlan]:
     """A span in pieces of nearly equal length, the first of which is piece number `first`."""
     ((number, start, stop),) = spans
+    begin, uncut = segments[number].start, segments[number].uncut
+    bounds = [begin + place for place in _bounds(start - begin, stop - begin, most, uncut)]
+    return [
+        PiecePlan((Span(number, low, high),), after if n == 0 else first + n - 1)
+        for n, (low, high) in enumerate(pairwise(bounds))
+    ]
+
+
+def _bounds(start: int, stop: int, most: int, uncut: frozenset[int]) -> list[int]:
+    """Where pieces of at most so many tokens begin and end: of nearly equal length, unless that cuts what is read
+    together; else each as long as it may be.
+
+    Raises:
+        ValueError: more tokens than that are read together.
+    """
     length, count = stop - start, -(-(stop - start) // most)
     bounds = [start + length * n // count for n in range(count + 1)]
-    return [
-        PiecePlan((Span(number, bounds[n], bounds[n + 1]),), after if n == 0 else first + n - 1) for n in range(count)
-    ]
+    if uncut.isdisjoint(bounds):
+        return bounds
+    bounds = [start]
+    while stop - bounds[-1] > most:
+        allowed = (place for place in range(bounds[-1] + most, bounds[-1], -1) if place not in uncut)
+        if (place := next(allowed, None)) is None:
+            raise ValueError(
+                f"more than {most:,} neighbouring tokens of a row are compared as one span of text, which a token "
+                "budget must not cut: raise `tokens_per_microbatch`"
+            )
+        bounds.append(place)
+    return [*bounds, stop]
 
 
 # -- balance -----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForTokenClassification
 
 import lowtide
@@ -34,13 +35,14 @@ def build() -> LlamaForTokenClassification:
     return LlamaForTokenClassification(config).double()
 
 
-def trainer(folder: Any, **options: Any) -> Any:
+def trainer(folder: Any, peft_config: Any = None, **options: Any) -> Any:
     args = lowtide.PRMConfig(
         **{"output_dir": str(folder), "max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0},
         **{"lr_scheduler_type": "constant", "per_device_train_batch_size": 6, **ON_A_CPU, **options},
     )
     data = Dataset.from_list(rows())
-    return lowtide.PRMTrainer(model=build(), args=args, processing_class=tokenizer(), train_dataset=data)
+    given: dict[str, Any] = {"processing_class": tokenizer(), "train_dataset": data, "peft_config": peft_config}
+    return lowtide.PRMTrainer(model=build(), args=args, **given)
 
 
 def test_tokens_and_labels_of_steps():
@@ -70,6 +72,15 @@ def test_what_cannot_be_used_is_named():
             encoder({"prompt": "ab", "completions": ["c", "d"], "labels": [True, False], **change}, 3)
     with pytest.raises(ValueError, match="step_separator='' has no token"):
         lowtide.PRMConfig(output_dir="run", use_cpu=True, step_separator="")
+
+
+def test_the_head_is_trained_whole_beside_adapters_of_all_linear_layers(tmp_path):
+    made = trainer(tmp_path, LoraConfig(r=4, target_modules="all-linear"))
+    trained = {name for name, p in made.model.named_parameters() if p.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == {
+        f"base_model.model.score.modules_to_save.default.{part}" for part in ("weight", "bias")
+    }
+    assert any("down_proj.lora_A" in name for name in trained)
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ from lowtide.ragged import WEIGHT, RaggedBatch
 EXPERTS = "the load-balancing loss of its experts is of whole rows (router_aux_loss_coef=0 leaves it out)"
 """What keeps a mixture of experts from running rows in pieces; `OWN` keeps a loss of the caller's."""
 OWN = "the loss is not the method's own"
-SPANS = "tokens are merged into spans of text, which pieces could cut"
 Scorer = Callable[[RaggedBatch], Tensor]
 """From a batch to its log-probabilities [scores], without gradient."""
 
@@ -98,7 +97,7 @@ class TokenObjective(FormedInForward):
     @property
     def why_whole_rows(self) -> str | None:
         """What of the loss keeps rows from being run in pieces, as a clause; None if nothing does."""
-        return EXPERTS if self.aux_coefficient else None if self.across is None else SPANS
+        return EXPERTS if self.aux_coefficient else None
 
     def counts(self, batch: RaggedBatch) -> Counts:
         return {"scores": batch.scores, "weight": float(self.divisor(batch))}

@@ -45,7 +45,7 @@ from lowtide.memory.activations.chain_storage import place_maker
 from lowtide.memory.activations.spill_file import folder_on_a_disk
 from lowtide.memory.table import ActiveTechniques
 from lowtide.memory.technique import Site
-from lowtide.methods.method import EXPERTS, SPANS, Labels, Method, Objective, Scorer
+from lowtide.methods.method import EXPERTS, Labels, Method, Objective, Scorer
 from lowtide.methods.shared.rows import Preparation, Prepared
 from lowtide.ops.attention.piece_keys import KeyPlace
 from lowtide.process.ways_out import in_python
@@ -350,8 +350,6 @@ class TrainingRun:
             return "rows show images, which pieces could cut"
         if self.aux_coefficient:
             return EXPERTS
-        if self.tokenizers is not None:
-            return SPANS
         if args.tokens_per_microbatch is not None and args.tokens_per_microbatch < LEAST:
             return f"a piece has at least {LEAST} tokens"
         return why_not_pieces(self.model, self._referred() if self.method.taught else ())

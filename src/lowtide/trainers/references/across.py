@@ -70,7 +70,22 @@ class Reader:
         }
         index = batch.score_index if self._next else batch.score_index + 1
         moved = {name: value.to(index.device) for name, value in values.items()}
-        return replace(batch, score_index=index, score_values={**batch.score_values, **moved})
+        segments = tuple(
+            part._replace(uncut=self._uncut(row, int(batch.score_index[part.score_start]) - part.start))
+            if row.spans
+            else part
+            for part, row in zip(batch.segments, rows, strict=True)
+        )
+        return replace(batch, score_index=index, score_values={**batch.score_values, **moved}, segments=segments)
+
+    def _uncut(self, row: Read, first: int) -> frozenset[int]:
+        """Where a piece would begin within a span, whose tokens are read together.
+
+        Args:
+            first: the place in the row whose hidden state predicts the first token of the completion.
+        """
+        read = first if self._next else first + 1
+        return frozenset(read + each for span in row.spans for each in span.ours[1:])
 
     @property
     def _next(self) -> bool:

@@ -39,7 +39,7 @@ from lowtide.engine.vision import encodes_images, freeze_tower
 from lowtide.engine.weights.complete_weights import base_of_adapters, new_modules
 from lowtide.engine.weights.labels import names_of, set_problem
 from lowtide.engine.weights.load_errors import check_dropouts
-from lowtide.engine.weights.loading import WITH_EXPERTS, adapt, check_trained_whole
+from lowtide.engine.weights.loading import ASKED_BY_PEFT, WITH_EXPERTS, adapt, check_trained_whole
 from lowtide.engine.weights.model_init import model_init
 from lowtide.memory.activations.chain_storage import place_maker
 from lowtide.memory.activations.spill_file import folder_on_a_disk
@@ -512,6 +512,6 @@ def adapters_of(method: Method, args: Any, peft_config: Any, new_modules: Sequen
     excluded = getattr(peft_config, "exclude_modules", None) or []
     all_linear = getattr(peft_config, "target_modules", None) in ("all-linear", WITH_EXPERTS)
     if method.head.new_module is not None and all_linear and isinstance(excluded, list):
-        # PEFT would adapt the head of a token classifier too, which is trained whole.
-        peft_config.exclude_modules = [*excluded, method.head.new_module]
+        # PEFT would adapt the head of a token classifier too, which is trained whole under either name.
+        peft_config.exclude_modules = [*excluded, *sorted({method.head.new_module, *ASKED_BY_PEFT})]
     return peft_config

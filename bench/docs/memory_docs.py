@@ -17,6 +17,7 @@ PAGES = {
     "gradient checkpointing": CHECKPOINTING,
     "checkpointing that keeps attention": CHECKPOINTING,
     "checkpointing that keeps products": CHECKPOINTING,
+    "checkpointing of recurrences alone": CHECKPOINTING,
     "checkpointing of every k-th layer": CHECKPOINTING,
     "activation offloading": "memory/activation-offloading.md",
     "fused head": "memory/fused-head.md",

@@ -72,9 +72,11 @@ def _alone(technique: Technique) -> MemoryCase:
 
 
 def _is_measured(technique: Technique) -> bool:
-    """Whether a technique can be switched on in this benchmark and is not on already."""
+    """Whether a technique can be switched on in this benchmark, whose model has no recurrences, and is not on."""
     known = {each.name for each in fields(SFTConfig)}
     names = technique.options.keys()
+    if technique.name == "checkpointing of recurrences alone":
+        return False
     return bool(names) and names <= known and not names <= DEFAULTS and not names & OF_FILES
 
 

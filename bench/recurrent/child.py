@@ -72,9 +72,13 @@ def rows_of(what: str) -> Any:
 def steps(spec: dict[str, Any]) -> dict[str, Any]:
     """Seconds of forwards with their backwards, the loss, and the peak above the model."""
     from lowtide.engine.forward import install, score
+    from lowtide.memory.activations.checkpointing import set_checkpointing
 
     model, batch, free = build_model(MODELS[spec["model"]]).train(), rows_of(spec["what"]), spec["ragged"]
     install(model, padding_free=free)
+    if (policy := spec.get("policy")) is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        set_checkpointing(model, policy)
     meter, seconds = PeakMeter("cpu"), []
     meter.start()
     for _ in range(spec["times"]):

@@ -33,7 +33,7 @@ from lowtide.engine.layers.dropout import install_dropout
 from lowtide.engine.layers.embedding import install_embedding
 from lowtide.engine.layers.experts import install_experts
 from lowtide.engine.layers.linear import install_linear
-from lowtide.engine.layers.mixers import install_mixers
+from lowtide.engine.layers.mixers import install_mixers, leave_mixers
 from lowtide.engine.layers.noise import noisy_embeddings
 from lowtide.engine.layers.rotary import Run, install_rotary, rows_of
 from lowtide.engine.over_ranks.stage import stage_of
@@ -150,6 +150,8 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
         install_mixers(inner)
         if inner.config.is_encoder_decoder:
             install_pairs(inner)
+    else:
+        leave_mixers(inner)
     if (other := model_beside(inner)) is not None:
         install(other, padding_free=padding_free)
 

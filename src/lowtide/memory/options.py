@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lowtide.memory.activations.chain_storage import DEVICE, HOST
-from lowtide.memory.activations.checkpointing import POLICIES
+from lowtide.memory.activations.checkpointing import OUTSIDE_RECURRENCES, POLICIES
 from lowtide.option import COUNT, Group, Range, option
 
 TWO_PASS = "two_pass"
@@ -35,8 +35,10 @@ class MemoryOptions:
         COUNT,
     )
     checkpointing_policy: str = option(
-        "full", "What a checkpointed layer keeps: nothing, attention outputs, or matrix products too.",
-        choices=[*POLICIES],
+        "full",
+        "What a checkpointed layer keeps: nothing, attention outputs, matrix products too, or all but what recurrences "
+        "compute inside.",
+        choices=[*POLICIES, OUTSIDE_RECURRENCES],
     )  # fmt: skip
     checkpointing_every: float = option(
         1, "Checkpoint one layer in so many (1.5: two of three); the others keep their activations.", Range(least=1)

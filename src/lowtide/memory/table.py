@@ -12,7 +12,7 @@ import torch
 
 from lowtide.compat.torch import PARTITIONED
 from lowtide.memory.activations.attention_heads import install_attention_heads
-from lowtide.memory.activations.checkpointing import set_checkpointing
+from lowtide.memory.activations.checkpointing import OUTSIDE_RECURRENCES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.spill_file import folder_on_a_disk
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
@@ -28,6 +28,7 @@ from lowtide.memory.own import OPTION, own_technique
 from lowtide.memory.technique import Choosing, Site, Technique
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.layers.float8 import multiplies_on
+from lowtide.ops.recurrence import RECOMPUTED
 from lowtide.ops.target import has_triton, kind_of, target_of
 from lowtide.process.ways_out import in_python
 
@@ -66,6 +67,12 @@ def _without_checkpointing(site: Site) -> str | None:
     if site.options.gradient_checkpointing:
         return None
     return "it requires gradient_checkpointing=True: switch that on, or leave it out"
+
+
+def _without_recurrences(site: Site) -> str | None:
+    if any(RECOMPUTED in vars(module) for module in site.model.modules()):
+        return _without_checkpointing(site)
+    return "it computes recurrences again, and the model has none that lowtide computes: take another policy"
 
 
 def _offloading(site: Site) -> Callable[[], Any]:
@@ -280,6 +287,13 @@ TECHNIQUES: dict[str, Technique] = {
             {"checkpointing_policy": "matmul"},
             chosen=Choosing("activations", 1.03),
             refused=_without_checkpointing,
+            begin=_checkpointing,
+        ),
+        Technique(
+            "checkpointing of recurrences alone",
+            "what recurrent layers compute inside their recurrences, several times their inputs",
+            {"checkpointing_policy": OUTSIDE_RECURRENCES},
+            refused=_without_recurrences,
             begin=_checkpointing,
         ),
         Technique(

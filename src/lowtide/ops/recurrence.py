@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, gathered, scattered
 from lowtide.ragged import Segment, sent
@@ -160,6 +161,42 @@ class Recurrence(Protocol):
             weights: makes [heads', ...] of what all tokens have alike, [heads, ...].
         """
         ...
+
+
+RECOMPUTED = "recomputes_recurrences"
+"""The attribute of a layer with recurrences that says whether it computes them again in backward."""
+
+
+@dataclass(frozen=True)
+class ComputedAgain:
+    """A recurrence that keeps nothing for backward but its inputs, and is computed again there."""
+
+    inner: Recurrence
+
+    @property
+    def like(self) -> Tensor:
+        return self.inner.like
+
+    def over(
+        self, plan: AttentionPlan, chunk: int, initial: Tensor | None = None, *, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        names, kind = [*vars(self.inner)], type(self.inner)
+
+        def compute(initial: Tensor | None, *given: Any) -> tuple[Tensor, Tensor | None]:
+            return kind(**dict(zip(names, given, strict=True))).over(plan, chunk, initial, final=final)
+
+        given = (initial, *vars(self.inner).values())  # as arguments, so that what offloads activations sees them
+        return checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
+
+    def step(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner.step(state)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.inner.heads
+
+    def mapped(self, heads: Laying, keys: Laying, weights: Laying) -> ComputedAgain:
+        return ComputedAgain(self.inner.mapped(heads, keys, weights))
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> Int[Tensor, " numbers"]:

@@ -8,11 +8,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.compat.transformers import checkpointed_layers
-from lowtide.memory.activations.checkpointing import POLICIES, set_checkpointing
+from lowtide.engine.forward import install
+from lowtide.memory.activations.checkpointing import OUTSIDE_RECURRENCES, POLICIES, set_checkpointing
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
+from lowtide.ops.attention.attention_plan import AttentionPlan
+from lowtide.ops.linear_recurrence import LinearRecurrence
+from lowtide.ops.recurrence import CHUNK, ComputedAgain
+from lowtide.ragged import RaggedBatch
 from tests.support.marks import slow_but
 from tests.support.memory.storages import Storages
+from tests.support.models.architectures import build as recurrent
 from tests.support.models.fused_families import family
 from tests.support.models.tiny_models import (
     assert_same,
@@ -221,3 +227,48 @@ def test_what_cannot_be_done_is_said():
         set_checkpointing(build(), every=0)
     with pytest.raises(ValueError, match="Linear"):
         set_checkpointing(torch.nn.Linear(2, 2))
+
+
+RECURRENT = {
+    "delta rule": lambda: prepared(recurrent("qwen3_5")),
+    "Mamba-2": lambda: prepared(recurrent("bamba")),
+    "Mamba": lambda: prepared(recurrent("mamba")),
+}
+
+
+@pytest.mark.parametrize("make", RECURRENT.values(), ids=RECURRENT)
+def test_recurrences_alone_are_computed_again(make):
+    wanted = run(make(), shared())
+    assert_same(run(checkpointed(make(), OUTSIDE_RECURRENCES), shared()), wanted)
+    assert_same(run(checkpointed(checkpointed(make(), OUTSIDE_RECURRENCES)), shared()), wanted)  # and no longer
+    kept = [held(model, separate()) for model in (checkpointed(make(), OUTSIDE_RECURRENCES), checkpointed(make()))]
+    assert kept[1] < kept[0] < held(make(), separate())
+
+
+@pytest.mark.parametrize("kind", ["delta", "plain", "channels"])
+def test_of_a_recurrence_that_is_computed_again_its_inputs_are_kept(kind):
+    plan = AttentionPlan.build(RaggedBatch.from_segments([[1] * length for length in (130, 64, 20)]))
+    heads, width, draws = (1 if kind == "plain" else 4), 16, torch.Generator().manual_seed(0)
+    query, key = (torch.randn(plan.tokens, heads, width, generator=draws) / 4 for _ in range(2))
+    value = torch.randn(plan.tokens, 4, width, generator=draws)
+    decay = -torch.rand(plan.tokens, 4, *([width] if kind == "channels" else []), generator=draws)
+    given = [query, key, value, decay, None if kind == "plain" else torch.rand(plan.tokens, 4, generator=draws)]
+    inputs = [each.requires_grad_() for each in given if each is not None]
+    found, live = [], []
+    for way in (LinearRecurrence, lambda *given: ComputedAgain(LinearRecurrence(*given))):
+        with Storages() as storages:
+            out, _ = way(*given).over(plan, CHUNK)
+            live.append(storages.live - out.untyped_storage().nbytes())
+            found.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+    assert live[1] < 1024 < sum(each.nbytes for each in inputs) < live[0] / 2  # beside the inputs, which others hold
+
+
+def test_a_model_without_recurrences_has_none_to_compute_again():
+    with pytest.raises(ValueError, match="'outside_recurrences' computes recurrences again, and the layers"):
+        checkpointed(MODELS["llama"](), OUTSIDE_RECURRENCES)
+    padded = recurrent("bamba")
+    install(padded)
+    install(padded, padding_free=False)
+    with pytest.raises(ValueError, match="none that lowtide computes: take the policy 'full'"):
+        checkpointed(padded, OUTSIDE_RECURRENCES)

@@ -28,8 +28,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """The columns: how a config says it."""
 NEEDS = {"ZeRO-2": "deepspeed", "ZeRO-3": "deepspeed"}
-LEFT_OUT = {"packing", "fused head", "padding-free batches", "prefix sharing"}
-"""Bins are dealt to ranks in another order; two are on in every run; and the rows here share no tokens."""
+LEFT_OUT = {"packing", "fused head", "padding-free batches", "prefix sharing", "checkpointing of recurrences alone"}
+"""Bins are dealt to ranks in another order; two are on in every run; the rows here share no tokens; and the model
+has no recurrences."""
 APART = 0.1
 """Relative distance up to which a technique that rounds is itself, in blocks that lie otherwise in a shard."""
 

@@ -30,7 +30,7 @@ from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.chained_recurrence import chained_convolution, chained_recurrence
 from lowtide.ops.linear_recurrence import LinearRecurrence
-from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, Recurrence
+from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, RECOMPUTED, ComputedAgain, Recurrence
 from lowtide.ops.selective_scan import CHUNK_OF_SCAN, SelectiveScan
 
 HELD = ("cache_params", "past_key_values", "attention_mask")
@@ -64,8 +64,15 @@ def install_mixers(model: nn.Module) -> None:
     for module in model.modules():
         if module in prepared:
             module.forward = types.MethodType(_forward, module)
+            vars(module).setdefault(RECOMPUTED, False)
         elif drops_keywords(type(module)) and not prepared.isdisjoint(module.modules()):
             module.forward = types.MethodType(_hand_on, module)
+
+
+def leave_mixers(model: nn.Module) -> None:
+    """The model runs padded, where layers compute their recurrences as their class does."""
+    for module in model.modules():
+        vars(module).pop(RECOMPUTED, None)
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
@@ -212,6 +219,8 @@ def _computed(recurrence: Recurrence, chunk: int) -> Tensor:
         chunk: tokens of a chunk at most.
     """
     call, chunk = _call.get(), min(chunk, _longest.get())
+    if vars(call.layer).get(RECOMPUTED) and torch.is_grad_enabled():
+        recurrence = ComputedAgain(recurrence)
     if isinstance(call.plan, AttentionPlan):
         return chained_recurrence(call.state(), recurrence, call.plan, chunk)
     return call.plan.recur(call.state(), recurrence, chunk)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -38,6 +38,7 @@ from lowtide.compat.transformers import checkpoint_by, checkpointed_layers
 from lowtide.memory.activations.computed_again import are_parts
 from lowtide.memory.activations.offloading import ChangedInPlace, Held, hold
 from lowtide.ops.attention.attention_blocks import computing_blocks
+from lowtide.ops.recurrence import RECOMPUTED
 
 ATTENTION = FUSED_ATTENTION | frozenset(
     {
@@ -65,6 +66,9 @@ POLICIES: dict[str, frozenset[str]] = {
 """By name, the operations whose results a checkpointed layer keeps; it computes everything else again. The later ones
 keep more and compute less again."""
 
+OUTSIDE_RECURRENCES = "outside_recurrences"
+"""The policy by which a layer keeps all but what recurrences compute inside: they alone are computed again."""
+
 PERIOD = 16
 """Layers after which those that are checkpointed recur at the latest, where they are a fraction of all."""
 
@@ -83,7 +87,7 @@ def set_checkpointing(
 
     Args:
         model: of transformers, wrapped or not.
-        policy: one of `POLICIES`.
+        policy: one of `POLICIES`, or `OUTSIDE_RECURRENCES`.
         every: one layer in so many is checkpointed, evenly spread and the first among them; the others keep all that
             they compute.
         kwargs: of `torch.utils.checkpoint.checkpoint`; by default `{"use_reentrant": False}`.
@@ -93,16 +97,18 @@ def set_checkpointing(
 
     Raises:
         ValueError: an unknown policy; one that reentrant checkpointing cannot follow; a model without layers that
-            transformers can checkpoint.
+            transformers can checkpoint, or without recurrences where these are to be computed again.
     """
     options = {"use_reentrant": False, **(kwargs or {})}
-    if policy not in POLICIES:
-        raise ValueError(f"unknown checkpointing policy {policy!r}: choose one of {', '.join(POLICIES)}")
+    by_operation = POLICIES.get(policy, frozenset())
+    if policy not in (*POLICIES, OUTSIDE_RECURRENCES):
+        names = ", ".join((*POLICIES, OUTSIDE_RECURRENCES))
+        raise ValueError(f"unknown checkpointing policy {policy!r}: choose one of {names}")
     if every < 1:
         raise ValueError(
             f"one layer in {every:g} cannot be checkpointed: give 1 for all, 1.5 for two of three, 2 for every second"
         )
-    if POLICIES[policy] and options["use_reentrant"]:
+    if by_operation and options["use_reentrant"]:
         raise ValueError(
             f"the checkpointing policy {policy!r} keeps some results, which reentrant checkpointing cannot: set "
             "`use_reentrant` to False in `gradient_checkpointing_kwargs`, or use the policy 'full'"
@@ -114,14 +120,31 @@ def set_checkpointing(
             f"transformers knows no layers to checkpoint in this model (model type {kind}): leave checkpointing "
             "policies off"
         )
-    if POLICIES[policy]:
-        options["context_fn"] = functools.partial(_contexts, POLICIES[policy])
-    share = checkpointed_share(every)
-    for number, layer in enumerate(layers):
-        layer.gradient_checkpointing = number * share.numerator % share.denominator < share.numerator
+    if by_operation:
+        options["context_fn"] = functools.partial(_contexts, by_operation)
+    inside, share = policy == OUTSIDE_RECURRENCES, checkpointed_share(every)
+    chosen = [number * share.numerator % share.denominator < share.numerator for number in range(len(layers))]
+    if not _compute_recurrences_again(layers, [inside and each for each in chosen]) and inside:
+        raise ValueError(
+            f"the checkpointing policy {policy!r} computes recurrences again, and the layers that it is for have none "
+            "that lowtide computes: take the policy 'full'"
+        )
+    for layer, each in zip(layers, chosen, strict=True):
+        layer.gradient_checkpointing = each and not inside
         checkpoint_by(layer, functools.partial(checkpoint, **options))
-        vars(layer)["checkpointing_policy"] = policy
-    return sum(layer.gradient_checkpointing for layer in layers)
+        vars(layer)["checkpointing_policy"] = "full" if inside else policy
+    return sum(chosen)
+
+
+def _compute_recurrences_again(layers: Sequence[nn.Module], chosen: Sequence[bool]) -> int:
+    """Says of each layer whether its recurrences are computed again in backward; returns how many modules do so."""
+    found = 0
+    for layer, again in zip(layers, chosen, strict=True):
+        for module in layer.modules():
+            if RECOMPUTED in vars(module):
+                vars(module)[RECOMPUTED] = again
+                found += again
+    return found
 
 
 def checkpointing_policy(layer: nn.Module) -> str:

@@ -19,6 +19,7 @@ from lowtide.engine.forward import embedding_weight
 from lowtide.engine.reference import logprobs
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.ragged import RaggedBatch
+from lowtide.ranks.world import objects_of_all_ranks
 from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.turns import Turn, WrittenTurn
@@ -105,6 +106,7 @@ def is_due(count: int, every: int) -> bool:
 
 def check_or_bring_again(check: Callable[[], None], bring: Callable[[], None], done: str) -> None:
     """Checks which weights are written by, and once more after all of them were brought again where they are others.
+    All ranks call it together, and bring them again where one of them found others.
 
     Args:
         check: raises `StaleWeights` where they are.
@@ -114,12 +116,23 @@ def check_or_bring_again(check: Callable[[], None], bring: Callable[[], None], d
     Raises:
         StaleWeights: they still are.
     """
+    wrong = _found_by_a_rank(check)
+    if wrong:
+        logger.warning(f"{wrong}. All weights are {done} again")
+        bring()
+        wrong = _found_by_a_rank(check)
+    if wrong:
+        raise StaleWeights(wrong)
+
+
+def _found_by_a_rank(check: Callable[[], None]) -> str:
+    """What the first rank says whose check finds other weights; empty where none does."""
+    own = ""
     try:
         check()
     except StaleWeights as error:
-        logger.warning(f"{error}. All weights are {done} again")
-        bring()
-        check()
+        own = str(error)
+    return next(filter(None, objects_of_all_ranks(own)), "")
 
 
 def dtype_of(model: nn.Module) -> str:

@@ -17,7 +17,6 @@ from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.vllm.writing_server import writing_server
 
-
 pytestmark = pytest.mark.slow
 
 

@@ -25,7 +25,7 @@ FUSED = {
     "llama-8b-full": (47, 22.7, 873.0, 924.6, 1.48),
     "llama-8b-full-float8": (67, 22.4, 873.0, 924.6, 1.05),
     "hybrid-recurrent-lora": (1529, 50.9, 162.5, 179.1, 2.57),
-    "hybrid-attention-lora": (241, 14.7, 158.1, 174.7, 0.44),
+    "hybrid-attention-lora": (111, 10.3, 158.0, 174.7, 0.32),
 }
 
 

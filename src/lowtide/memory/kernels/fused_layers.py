@@ -275,12 +275,13 @@ class _Call:
     attention: Any
     kwargs: dict[str, Any]
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None) -> Tensor:
         attention = self.attention
         heads = (each.transpose(0, 1)[None] for each in (query, key, value))
         function = attention_function(attention.config)
         out, _ = function(attention, *heads, None, dropout=0.0, scaling=attention.scaling, **self.kwargs)
-        return out.reshape(len(query), -1)
+        out = out.reshape(len(query), -1)
+        return out if gate is None else out * torch.sigmoid(gate.view(len(query), -1))
 
 
 class _Known(NamedTuple):

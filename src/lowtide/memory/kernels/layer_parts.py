@@ -121,6 +121,8 @@ class Attention(NamedTuple):
     heads: tuple[Any, Any, Any]
     output: Any
     head_norms: tuple[Any, Any] | None
+    gated: bool
+    """Whether the matrix of the queries has a gate on what it gathers, too."""
 
 
 def family(layer: Any) -> str:
@@ -166,12 +168,10 @@ def attention(layer: Any) -> Attention | None:
     if others or output is None or children.keys() != {*HEADS, output, *norms}:
         return None
     query, key, value, out = (children[name] for name in (*HEADS, output))
-    if (linear := linear_of(query)) is not None and linear.out_features == 2 * getattr(
-        linear_of(out), "in_features", 0
-    ):
-        return None  # it has a gate on what it gathers
+    wide, gathered = linear_of(query), linear_of(out)
+    gated = wide is not None and gathered is not None and wide.out_features == 2 * gathered.in_features
     pair = (children[norms[0]], children[norms[1]]) if norms else None
-    return Attention(first.module, (query, key, value), out, pair)
+    return Attention(first.module, (query, key, value), out, pair, gated)
 
 
 def norm_names(layer: Any) -> tuple[tuple[str | None, str | None], tuple[str | None, str | None]]:
@@ -282,6 +282,7 @@ def read(layer: Any, dtype: torch.dtype) -> DecoderLayer | str:
         gates=Together(of_mlp[: len(mlp.gates)] if mlp is not None else ()),
         down=Together(of_mlp[-1:]),
         dim=0 if found is None else found.module.head_dim,
+        gated=found is not None and found.gated,
         after=(_norm(layer, after[0]), _norm(layer, after[1])),
         head_norms=None
         if found is None or found.head_norms is None

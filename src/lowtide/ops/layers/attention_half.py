@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.ops.layers.decoder_layer import Attend, DecoderLayer, Pass, Raw, Rotary
+from lowtide.ops.layers.decoder_layer import Attend, DecoderLayer, Heads, Pass, Raw, Rotary
 from lowtide.ops.layers.layer_kernels import Norm, rms_norm, rms_norm_backward
 from lowtide.ops.surroundings import Surroundings
 from lowtide.ops.target import without_autocast
@@ -56,12 +56,12 @@ BEFORE = 4
 
 
 class _Heads(torch.autograd.Function):
-    """Hidden states to queries, keys and values, [tokens, heads, dim] each."""
+    """Hidden states to queries, keys and values, [tokens, heads, dim] each, and to a gate where there is one."""
 
     @staticmethod
     def forward(
         ctx: Any, work: Pass, hidden: Tensor, cos: Tensor | None, sin: Tensor | None, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Heads:
         x = hidden.reshape(-1, hidden.shape[-1])
         with without_autocast(x.device):
             ctx.surroundings = Surroundings(hidden, work.layer.random)

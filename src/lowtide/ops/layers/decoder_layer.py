@@ -45,8 +45,11 @@ from lowtide.ops.target import without_autocast
 
 Rotary = tuple[Float[Tensor, "tokens dim"], Float[Tensor, "tokens dim"]]
 """Cosines and sines."""
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of queries, keys and values [tokens, heads, dim], differentiable; gives [tokens, heads x dim]."""
+Attend = Callable[..., Tensor]
+"""Attention of queries, keys and values [tokens, heads, dim], and of a gate like the queries where the layer has one,
+differentiable; gives [tokens, heads x dim]."""
+Heads = tuple[Tensor, ...]
+"""What attention takes."""
 Keeps = Literal["input", "attention", "products"]
 """What a layer keeps for its backward: its input alone, what attention gives as well, or results of products as well,
 of which none is computed again."""
@@ -67,6 +70,8 @@ class DecoderLayer:
     down: Together
     dim: int = 0
     """Width of a head."""
+    gated: bool = False
+    """Whether beside the queries there is a gate on what attention gathers, by the same matrix, head by head."""
     after: tuple[Norm | None, Norm | None] = (None, None)
     """Of what attention gives, and of what the MLP gives, before it is added; None: it is added as it is."""
     head_norms: tuple[Norm, Norm] | None = None
@@ -128,9 +133,7 @@ class _How(NamedTuple):
 class _Attended(NamedTuple):
     """Attention, with a graph where its gradient is to come."""
 
-    query: Float[Tensor, "tokens heads dim"]
-    key: Float[Tensor, "tokens kv_heads dim"]
-    value: Float[Tensor, "tokens kv_heads dim"]
+    heads: Heads
     graph: Float[Tensor, "tokens gathered"]
 
     @property
@@ -139,8 +142,8 @@ class _Attended(NamedTuple):
         return self.graph.detach()
 
     def gradients(self, slopes: Tensor) -> list[Tensor]:
-        """Those at queries, keys and values, of that at what it gathered."""
-        return [*torch.autograd.grad(self.graph, self[:3], slopes)]
+        """Those at what it took, of that at what it gathered."""
+        return [*torch.autograd.grad(self.graph, self.heads, slopes)]
 
 
 class Raw(NamedTuple):
@@ -197,11 +200,16 @@ class Pass:
         """What products take of a residual, and by what its rows were multiplied for that, if they were."""
         return (x.to(self.dtype), None) if norm is None else rms_norm(x, norm, self.dtype)
 
-    def heads(self, normed: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Raw | None]:
-        """Queries, keys and values of a normed input, as attention takes them, and as the norms of heads do."""
+    def heads(self, normed: Tensor) -> tuple[Heads, Raw | None]:
+        """Queries, keys and values of a normed input, and its gate, as attention takes them, and as the norms of heads
+        do."""
         layer, dim = self.layer, self.layer.dim
         self.attention.reduce(normed)
-        query, key, value = (self.attention.product(normed, each).view(len(normed), -1, dim) for each in range(3))
+        wide, key, value = (self.attention.product(normed, each) for each in range(3))
+        key, value = (each.view(len(normed), -1, dim) for each in (key, value))
+        both = wide.view(len(normed), -1, 2 * dim if layer.gated else dim)
+        query, *gate = [each.contiguous() for each in both.split(dim, -1)]
+        del wide, both
         raw = None
         if layer.head_norms is not None:
             raw = Raw(query, key)
@@ -211,14 +219,14 @@ class Pass:
             )
         if self.rotary is not None:
             rotate_(query, key, *self.rotary)
-        return (query, key, value), raw
+        return (query, key, value, *gate), raw
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, graph: bool) -> _Attended:
+    def attend(self, *heads: Tensor, graph: bool) -> _Attended:
         """Attention, with a graph or without one."""
         assert self.attention_of is not None
         with torch.enable_grad() if graph else contextlib.nullcontext():
-            leaves = [each.detach().requires_grad_(graph) for each in (query, key, value)]
-            return _Attended(leaves[0], leaves[1], leaves[2], self.attention_of(*leaves))
+            leaves = tuple(each.detach().requires_grad_(graph) for each in heads)
+            return _Attended(leaves, self.attention_of(*leaves))
 
     def residual(self, x: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor | None]:
         """The residual after attention, of what it gathered; and what was normed for it, if something was."""
@@ -332,11 +340,10 @@ class Pass:
         on: bool,
         add: Tensor | None = None,
     ) -> Tensor | None:
-        """The gradient at the layer's input, of those at queries, keys and values as attention takes them (which are
-        taken out of their list, and written over); with `add` added to it. Other arguments as `attention_backward`
-        takes them."""
+        """The gradient at the layer's input, of those at what attention takes (which are taken out of their list, and
+        written over); with `add` added to it. Other arguments as `attention_backward` takes them."""
         layer = self.layer
-        query, key, value = (each.to(self.dtype).contiguous() for each in found)
+        query, key, value, *gate = (each.to(self.dtype).contiguous() for each in found)
         found.clear()
         if self.rotary is not None:
             rotate_(query, key, *self.rotary, back=True)
@@ -344,7 +351,9 @@ class Pass:
             query, key = (
                 self._head_norm_backward(*each) for each in zip((query, key), raw, layer.head_norms, strict=True)
             )
+        query = torch.cat((query, *gate), -1) if gate else query
         grads = [each.view(len(each), -1) for each in (query, key, value)]
+        del gate
         self.attention.weight_gradients(normed[0], grads)
         if not on:
             return None

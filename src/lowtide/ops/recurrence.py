@@ -271,7 +271,7 @@ def linear_recurrence(
 
     def lay(x: Tensor, *, masked: bool = False) -> Tensor:
         """[tokens, heads, width] to [chunks, heads, chunk, width]."""
-        return layout.lay(x.to(dtype), masked=masked).transpose(1, 2)
+        return layout.lay(x.to(dtype), masked=masked).transpose(1, 2).contiguous()  # products would copy it each time
 
     with torch.autocast(value.device.type, enabled=False):
         # A key of zero writes nothing, and a decay of one forgets nothing: no more has to be masked.
@@ -311,14 +311,8 @@ def recurrence_step(
 
 def _by_head(query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None) -> _Factors:
     """Of one decay a head, [chunks, heads, chunk]."""
-    total, shared = log_decay.cumsum(-1), log_decay.shape[1] // key.shape[1]
-    ahead = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(ahead, float("-inf")).exp()
-
-    def products(x: Tensor) -> Tensor:
-        each = x @ key.transpose(-1, -2)
-        return (each if shared == 1 else each.repeat_interleave(shared, 1)) * decay
-
+    total, asking = log_decay.cumsum(-1), (query,) if rate is None else (query, key)
+    within, *overlap = _Faded.apply(total, *(x @ key.transpose(-1, -2) for x in asking))
     return _Factors(
         query=query,
         key=key,
@@ -326,8 +320,8 @@ def _by_head(query: Tensor, key: Tensor, log_decay: Tensor, rate: Tensor | None)
         fade=total.exp()[..., None],
         late=(total[..., -1:] - total).exp()[..., None],
         whole=total[..., -1].exp()[..., None, None],
-        within=products(query),
-        overlap=None if rate is None else products(key) * rate,
+        within=within,
+        overlap=None if rate is None else overlap[0] * rate,
     )
 
 
@@ -414,9 +408,13 @@ def _step(
         new = inverse @ (rate * (new - there))
     out = factors.within @ new
     if state is not None:
-        out = out + factors.fade * _read(factors.query, state)
+        out = _plus(out, factors.fade, _read(factors.query, state))
     added = _written(factors.written, new * factors.late)
-    return out, added if state is None else state * factors.whole + added
+    return out, added if state is None else torch.addcmul(added, state, factors.whole)
+
+
+def _plus(out: Tensor, factor: Tensor | float, x: Tensor) -> Tensor:
+    return torch.addcmul(out, factor, x) if isinstance(factor, Tensor) else torch.add(out, x, alpha=factor)
 
 
 def _read(x: Tensor, state: Tensor) -> Tensor:
@@ -429,6 +427,34 @@ def _written(key: Tensor, value: Tensor) -> Tensor:
     """[chunks, key_heads, chunk, keys] and [chunks, heads, chunk, values] to [chunks, heads, keys, values]."""
     own = value.unflatten(1, (key.shape[1], -1))
     return (key.transpose(-1, -2)[:, :, None] @ own).flatten(1, 2)
+
+
+class _Faded(torch.autograd.Function):
+    """Numbers of the pairs of tokens of a chunk, [chunks, key_heads, chunk, chunk], faded from the earlier token to the
+    later one by each head, [chunks, heads, chunk, chunk]; those of a token with later ones become zero.
+
+    A factor is `exp(total_i - total_j)`, so that the gradient of its exponent is that of the result times the result.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
+        ahead = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+        decay = (total[..., :, None] - total[..., None, :]).masked_fill_(ahead, float("-inf")).exp_()
+        of_keys = decay.unflatten(1, (pairs[0].shape[1], -1))
+        faded = tuple((each[:, :, None] * of_keys).flatten(1, 2) for each in pairs)
+        ctx.save_for_backward(of_keys, *faded)
+        return faded
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        of_keys, *faded = ctx.saved_tensors
+        exponents = grads[0] * faded[0]
+        for grad, each in zip(grads[1:], faded[1:], strict=True):
+            exponents.addcmul_(grad, each)
+        of_pairs = (grad.unflatten(1, of_keys.shape[1:3]) * of_keys for grad in grads)
+        alone = of_keys.shape[2] == 1
+        return exponents.sum(-1) - exponents.sum(-2), *(each[:, :, 0] if alone else each.sum(2) for each in of_pairs)
 
 
 class _PairProducts(torch.autograd.Function):

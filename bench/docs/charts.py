@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, MARGIN, BAR, LINE = 480, 16, 18, 20
+LEAST_NAMES = 180
+"""Room for the names beside a grid, which is wider than other charts where it has many columns."""
 LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "faint": "#57606a", "a": "#1f5fae", "b": "#b4540a", "c": "#2f7d4f"}
 DARK = {"paper": "#1c2128", "ink": "#e6edf3", "faint": "#9da7b3", "a": "#6aa9f0", "b": "#f0a35a", "c": "#63c58b"}
 KINDS = ("a", "b", "c")
@@ -102,14 +104,15 @@ def grid_chart(title: str, cells: Mapping[tuple[str, str], str]) -> str:
         at = MARGIN + number * CELL + 9
         parts.append(f'<text x="{at}" y="{y - 6}" class="small" transform="rotate(-90 {at} {y - 6})">{column}</text>')
     side = MARGIN + len(columns) * CELL + 6
+    width = max(WIDTH, side + LEAST_NAMES + MARGIN)
     for row in rows:
-        lines = textwrap.wrap(row, min(NAME_LETTERS, int((WIDTH - MARGIN - side) / LETTER)))
+        lines = textwrap.wrap(row, min(NAME_LETTERS, int((width - MARGIN - side) / LETTER)))
         parts += [_mark(cells[row, column], MARGIN + number * CELL, y) for number, column in enumerate(columns)]
         for line in lines:
             parts.append(_text(side, y + 9, line, "small"))
             y += 15
         y += 3
-    return _svg(title, y + MARGIN, parts)
+    return _svg(title, y + MARGIN, parts, width)
 
 
 def _mark(word: str, x: int, y: int) -> str:
@@ -120,15 +123,15 @@ def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text x="{x:.1f}" y="{y}" class="{kind}">{escape(text)}</text>'
 
 
-def _svg(title: str, height: int, parts: Sequence[str]) -> str:
+def _svg(title: str, height: int, parts: Sequence[str], width: int = WIDTH) -> str:
     style = _style(LIGHT) + "@media (prefers-color-scheme:dark){" + _style(DARK) + "}"
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">',
             f"<title>{escape(title)}</title>",
             f"<style>text{{font:14px system-ui,sans-serif}}.title,.name{{font-weight:600}}"
             f".small{{font-size:12px}}.ring,.cross{{fill:none;stroke-width:2}}.thin{{stroke-width:1}}{style}</style>",
-            f'<rect width="{WIDTH}" height="{height}" rx="6" class="paper"/>',
+            f'<rect width="{width}" height="{height}" rx="6" class="paper"/>',
             *parts,
             "</svg>\n",
         ]

@@ -16,7 +16,6 @@ from tests.support.marks import slow_but
 from tests.support.matrix.matrix import (
     ACTED,
     BITWISE,
-    ONLINE,
     ROUNDING,
     TECHNIQUES,
     Run,
@@ -26,6 +25,7 @@ from tests.support.matrix.matrix import (
     watched,
     with_it,
 )
+from tests.support.matrix.matrix_models import ONLINE
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "GRPO": {"num_iterations": 1, "max_steps": 3},

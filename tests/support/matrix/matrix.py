@@ -43,9 +43,21 @@ from lowtide.memory.technique import Technique
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.layers.float8 import stored
 from lowtide.ops.logits import linear_logprobs
+from lowtide.ops.logits.across_vocabularies import LEAST
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ops.mapped import is_mapped
-from tests.support.matrix.matrix_models import ONLINE, ROWS, TAUGHT, build, parts, rows, tokenizer
+from tests.support.matrix.matrix_models import (
+    JOINED,
+    REWARDED,
+    ROWS,
+    TAUGHT,
+    WRITING,
+    build,
+    parts,
+    rows,
+    tokenizer,
+)
+from tests.support.references import divergences
 from tests.support.runs.on_a_cpu import ON_A_CPU
 
 STEPS = 5
@@ -76,16 +88,27 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "OnlineDPO": {"max_completion_length": 24, "shuffle_dataset": False, "learning_rate": 1e-3},
     "PPO": {**ONE_ROLLOUT, "num_ppo_epochs": STEPS, "learning_rate": 2e-4, "cliprange": 0.5, "vf_coef": 1.0},
     "GKD": {"lmbda": 0.0},
+    "TPO": {"learning_rate": 1e-3},
+    "PRM": {"learning_rate": 5e-4},
+    "GMPO": {**ONE_ROLLOUT, "num_iterations": STEPS, "learning_rate": 3e-4, "beta": 0.1},
+    "A2PO": {**ONE_ROLLOUT, "num_value_samples": 2, "beta2": 0.1},
+    "Distillation": ONE_ROLLOUT,
+    "IWOPD": {**ONE_ROLLOUT, "num_iterations": STEPS},
+    "SDFT": {**ONE_ROLLOUT, "num_iterations": STEPS},
+    "SDPO": {**ONE_ROLLOUT, "num_iterations": STEPS, "distillation_mode": "full_logits", "distillation_alpha": 0.5},
+    "GOLD": {"lmbda": 0.0, "use_uld_loss": True, "uld_use_hybrid_loss": True},
     "Pretrain": {"packing": False, "packing_strategy": "bfd", "shuffle_dataset": False, "warmup_steps": 0},
     "MaskedLM": {"mlm_probability": 0.3},
     "ReplacedTokenDetection": {"mlm_probability": 0.3, "generator_size": 0.5, "discriminator_weight": 5.0},
 }
 """Options of every run of a trainer.
 
-The loss of GRPO, RLOO and PPO is about 0 on each new rollout, whatever was learned before. All steps therefore learn
-from one rollout, on which the loss falls, and few ratios reach the clipping range. OnlineDPO's loss falls on new
-rollouts too: each of its steps has its own.
+The loss of GRPO, RLOO, GMPO and PPO is about 0 on each new rollout, whatever was learned before. All steps therefore
+learn from one rollout, on which the loss falls, and few ratios reach the clipping range. The loss of the others falls
+on new rollouts too: each of their steps has its own.
 """
+WITHOUT_FUNCTION = ("SDFT", "SDPO")
+"""Trainers that take no `rollout_func`, which write by one here all the same."""
 
 LOW_RANK = {"optim_target_modules": "all-linear", "optim_args": "rank=16,update_proj_gap=2,scale=2"}
 FIRST: dict[str, dict[str, Any]] = {
@@ -211,8 +234,9 @@ are rounded, where they are to 4 bits, and with another optimizer."""
 BANDS = {"Muon": 0.9, "LoRA-FA": 0.6, "FP8 base weights": 0.3, "NVFP4 base weights": 0.9}
 """The same for one whose first steps are a fifth as long as AdamW's, for one that trains half of the adapters, and for
 two that begin at another loss."""
-OTHER_DRAWS = {("ReplacedTokenDetection", "packing"): 0.3}
-"""The same where a trainer learns from other masks, and from what is drawn in their places."""
+OF_ONE = {("ReplacedTokenDetection", "packing"): 0.3, ("IWOPD", "Adafactor"): 0.4}
+"""The same of one technique in one trainer: where other masks are learned from, and what is drawn in their places; and
+of a loss that falls without end, as far as steps go."""
 
 
 @dataclass
@@ -251,7 +275,8 @@ class Run:
 @functools.cache
 def saved(kind: str, intermediate_size: int, seed: int = 0) -> str:
     """The folder of the model. A model's own `save_pretrained` writes on the first of several ranks alone."""
-    made, model = folder() / f"{kind}-{intermediate_size}-{seed}", build(kind, intermediate_size, seed)
+    made = folder() / f"{kind}-{intermediate_size}-{seed}"
+    model = teacher(kind) if seed else build(kind, intermediate_size)
     model.config.save_pretrained(made)
     save_model(model, str(made / "model.safetensors"), metadata={"format": "pt"})
     return str(made)
@@ -275,11 +300,23 @@ def is_answer(completions: list[str], answer: list[str], **_: Any) -> list[float
 
 
 def beside(kind: str, *, from_files: bool = False) -> dict[str, Any]:
-    """Further arguments of a trainer. Of an online one: the same completions are written in every run, and rewarded. Of
-    one that distils: a teacher."""
+    """Further arguments of a trainer: what rewards the completions that are written in every run, or a teacher."""
+    found: dict[str, Any] = {"reward_funcs": is_answer} if kind in REWARDED else {}
     if kind in TAUGHT:
-        return {"teacher_model": saved(kind, 64, seed=1) if from_files else build(kind, 64, seed=1)}
-    return {"rollout_func": write, "reward_funcs": is_answer} if kind in ONLINE else {}
+        found["teacher_model"] = saved(kind, 64, seed=1) if from_files else teacher(kind)
+    return found | ({"rollout_func": write} if kind in WRITING and kind not in WITHOUT_FUNCTION else {})
+
+
+def teacher(kind: str) -> PreTrainedModel:
+    return build(kind, 64, seed=1, vocab_size=len(tokenizer(JOINED)) if kind == "GOLD" else None)
+
+
+@functools.cache
+def teacher_tokenizer() -> str:
+    """The folder of the one whose tokens are a teacher's own."""
+    made = folder() / "teacher tokenizer"
+    tokenizer(JOINED).save_pretrained(made)
+    return str(made)
 
 
 @functools.cache
@@ -352,6 +389,8 @@ def make(
     """
     trainer_class, config_class = classes(kind)
     options = {"output_dir": str(folder()), **COMMON, **OF_KIND.get(kind, {}), **options}
+    if options.get("use_uld_loss"):
+        options = {"teacher_tokenizer_name_or_path": teacher_tokenizer(), **options}
     width = options.pop("intermediate_size", 64)
     options["per_device_train_batch_size"] //= options.get("gradient_accumulation_steps", 1)
     from_files = options.pop("from_files", False)
@@ -370,6 +409,8 @@ def make(
             or (LoraConfig(r=4, target_modules="all-linear") if from_files else None),
             **(beside(kind, from_files=from_files) if arguments is None else arguments),
         )
+    if kind in WITHOUT_FUNCTION and arguments is None:
+        made.rollout_func = write
     if options.get("activation_offloading"):
         made.run.offload = SmallOffload.last
     made.remove_callback(PrinterCallback)
@@ -468,21 +509,51 @@ def dense_logprobs(
     )
 
 
-def dense_loss(terms: Any, index: Tensor, target: Tensor, loss: Any, *, factor: Any, **more: Any) -> Any:
+def dense_loss(
+    terms: Any,
+    index: Tensor,
+    target: Tensor,
+    loss: Any,
+    *,
+    factor: Any,
+    teacher: Any = None,
+    old: Any = None,
+    **more: Any,
+) -> Any:
     """`linear_loss` by all the logits."""
-    stats = dense_logprobs(terms, index, target, **more)
-    if more.get("teacher") is not None:
-        stats = replace(stats, divergences=dense_divergences(terms, index, **more))
-    return factor * loss(stats).sum(), stats
-
-
-def dense_divergences(terms: Any, index: Tensor, *, teacher: Any, projection: Any, **_: Any) -> Tensor:
-    """Generalized Jensen-Shannon divergences from a teacher."""
-    log_q = dense_distribution(terms, index, projection)
+    stats = replace(dense_logprobs(terms, index, target, **more), old=old)
+    if teacher is None:
+        return (factor * loss(stats)).sum(), stats
+    log_q = dense_distribution(terms, index, more["projection"])
     log_p = dense_distribution(teacher.terms, slice(None), teacher.projection)
-    log_m = (teacher.beta * log_p.exp() + (1 - teacher.beta) * log_q.exp()).log()
-    parts = zip((teacher.beta, 1 - teacher.beta), (log_p, log_q), strict=True)
-    return sum(share * (each.exp() * (each - log_m)).sum(-1) for share, each in parts)  # type: ignore[return-value]
+    if teacher.across is not None:
+        apart = across_distances(stats.logprobs, log_q, log_p, teacher)
+        stats = replace(stats, logprobs=stats.logprobs.detach(), divergences=apart)
+        return (factor * loss(stats)).sum(), stats
+    if teacher.support is not None:
+        likeliest = log_q.topk(min(teacher.support.tokens, log_q.shape[1])).indices
+        log_q, log_p = log_q.gather(1, likeliest), log_p.gather(1, likeliest)
+    stats = replace(stats, divergences=divergences.dense(log_q, log_p, teacher.beta))
+    return (factor * loss(stats)).sum(), stats
+
+
+def across_distances(logprobs: Tensor, log_q: Tensor, log_p: Tensor, teacher: Any) -> Tensor:
+    """How far spans of text are apart over two vocabularies; 0 at the other scores of spans."""
+    base, theirs, _ = teacher.spans
+    own = (
+        log_q
+        + torch.stack(
+            [
+                sum(
+                    (logprobs[n].clamp(min=LEAST) for n in range(len(base)) if base[n] == place - n != 0),
+                    log_q.new_zeros(()),
+                )
+                for place in range(len(base))
+            ]
+        )[:, None]
+    )
+    apart = teacher.across.distances(own, log_p + theirs[:, None])
+    return apart.where(base == 0, 0.0)
 
 
 def dense_read(
@@ -532,7 +603,7 @@ def cell(kind: str, technique: Technique) -> Cell:
     if changes is None or idle is not None:
         check_equal(run, plain, bits=technique.name in BITWISE or idle is not None)
     else:
-        check_near(run, plain, technique, band=OTHER_DRAWS.get((kind, technique.name)))
+        check_near(run, plain, technique, band=OF_ONE.get((kind, technique.name)))
     if idle is not None:
         return Cell("no-op", idle)
     check(ACTED[technique.name](run, plain), f"{technique.name} did nothing")
@@ -566,6 +637,9 @@ def known_run(kind: str, dense: bool, options: tuple[tuple[str, Any], ...]) -> R
 def _refusal(technique: Technique, text: str) -> Cell:
     """The cell of a trainer that would not be made."""
     start, _, reason = text.partition(" cannot work here: ")
+    for option, value in technique.options.items():
+        if text.startswith(f"{option}={value!r} "):  # by the check of options
+            return Cell("refused", text.removeprefix(f"{option}={value!r} ").partition(": ")[0])
     check(start.startswith(f"{technique.name} (") and bool(reason), f"the refusal names no technique: {text}")
     if reason.startswith("it needs "):
         check(not installed(technique), f"it is there: {reason}")
@@ -764,7 +838,8 @@ CANNOT_ACT: Mapping[tuple[str, str], str] = {
 }
 """By a technique and another beside it, why the first does not do what it does alone."""
 NOTHING_TO_DO: Mapping[tuple[str, str], str] = {
-    (kind, "prefix sharing"): "only rounds of turns='as_generated' have tokens in common" for kind in ("SFT", "GKD")
+    (kind, "prefix sharing"): "only rounds of turns='as_generated' have tokens in common"
+    for kind in ("SFT", "GKD", "GOLD")
 }
 """By a trainer and a technique, why it does nothing with the rows here."""
 

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     ElectraConfig,
     ElectraForPreTraining,
@@ -26,12 +27,18 @@ TRAINERS = ("SFT", "DPO", "KTO", "Reward", "ORPO", "CPO", "BCO")
 ONLINE = ("GRPO", "RLOO", "OnlineDPO", "PPO")
 OF_BERT = ("TokenClassification", "SequenceClassification", "MaskedLM")
 ENCODERS = (*OF_BERT, "ReplacedTokenDetection")
-TAUGHT = ("GKD",)
-DECODERS = (*TRAINERS, *ONLINE, *TAUGHT, "Pretrain")
-"""The trainers that train the tiny Llama."""
-EVERY_TRAINER = (*DECODERS, *ENCODERS, "Seq2Seq")
+DECODERS = (*TRAINERS, *ONLINE, "GKD", "Pretrain")
+"""Trainers of the tiny Llama, of each kind of rows and of models beside the policy."""
+RELATED = ("TPO", "PRM", "GMPO", "A2PO", "Distillation", "IWOPD", "SDFT", "SDPO", "GOLD")
+"""Further ones, each of which learns from rows and beside models as one of those does."""
+EVERY_TRAINER = (*DECODERS, *RELATED, *ENCODERS, "Seq2Seq")
 """The columns of the table; other tests go by `TRAINERS`, since a run of an online trainer takes longer, and not all
 that holds for decoders is meant for encoders."""
+REWARDED = (*ONLINE, "GMPO", "A2PO", "SDPO")
+TAUGHT = ("GKD", "Distillation", "IWOPD", "GOLD")
+"""Those with a teacher, which of GOLD has tokens of its own."""
+WRITING = (*REWARDED, "Distillation", "IWOPD", "SDFT")
+"""Those whose policy writes."""
 TASKS = (*ENCODERS, "Seq2Seq", "GKD", "Pretrain")
 """Those that learn from texts, or from what is said of them, and not from preferences."""
 UNPAIRED = ("KTO", "BCO")
@@ -40,40 +47,47 @@ TAGS = ("question", "answer", "wrong", "more", "most")
 ROWS = 16
 NO_TEXT = "ÿ"
 """The piece of a byte that no text of UTF-8 has."""
+JOINED = ("o", "r"), ("Ġ", "or"), ("m", "o"), ("1", "2")
+"""Pieces that are one token of a teacher with tokens of its own."""
 
 
 @functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte is a token."""
+def tokenizer(joined: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFast:
+    """A byte is a token, but for pieces that are joined."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({piece: n for n, piece in enumerate(["<eos>", *alphabet])}, []))
+    pieces = ["<eos>", *alphabet, *map("".join, joined)]
+    made = Tokenizer(models.BPE({piece: n for n, piece in enumerate(pieces)}, list(joined)))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", mask_token=NO_TEXT)
 
 
-def build(kind: str, intermediate_size: int, seed: int = 0) -> PreTrainedModel:
+def build(kind: str, intermediate_size: int, seed: int = 0, *, vocab_size: int | None = None) -> PreTrainedModel:
     """Two layers, or two of an encoder and two of a decoder, with weights large enough for attention to be far from
     uniform."""
     torch.manual_seed(seed)
     if kind == "Seq2Seq":
         return _encoder_decoder(intermediate_size)
     sizes: dict[str, Any] = {
-        "vocab_size": len(tokenizer()),
+        "vocab_size": vocab_size or len(tokenizer()),
         "hidden_size": 32,
         "intermediate_size": intermediate_size,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "initializer_range": 0.1,
-        "num_labels": len(TAGS) if kind.endswith("Classification") else 1,
+        "num_labels": len(TAGS) if kind.endswith("Classification") else 2 if kind == "PRM" else 1,
     }
     if kind in ENCODERS:
         sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         if kind == "ReplacedTokenDetection":
             return ElectraForPreTraining(ElectraConfig(**sizes, embedding_size=32))
         return getattr(transformers, f"BertFor{kind}")(BertConfig(**sizes))
-    family = AutoModelForSequenceClassification if kind == "Reward" else AutoModelForCausalLM
-    return family.from_config(LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=0))
+    return FAMILIES.get(kind, AutoModelForCausalLM).from_config(
+        LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=0)
+    )
+
+
+FAMILIES = {"Reward": AutoModelForSequenceClassification, "PRM": AutoModelForTokenClassification}
 
 
 def _encoder_decoder(intermediate_size: int) -> PreTrainedModel:
@@ -114,8 +128,15 @@ def rows(kind: str) -> Dataset:
         }
         for n in range(ROWS)
     ]
-    if kind in ONLINE:
-        return Dataset.from_list([{"prompt": row["prompt"], "answer": row["chosen"]} for row in pairs])
+    if kind in WRITING:
+        return Dataset.from_list(
+            [{"prompt": p["prompt"], "answer": p["chosen"], "privileged_context": p["chosen"]} for p in pairs]
+        )
+    if kind == "PRM":
+        steps = [{"prompt": p["prompt"], "completions": [p["rejected"], p["chosen"]]} for p in pairs]
+        return Dataset.from_list([{**row, "labels": [False, True]} for row in steps])
+    if kind == "TPO":
+        return Dataset.from_list([{**row, "reference": row["chosen"]} for row in pairs])
     if kind in ("SFT", "Pretrain", "MaskedLM", "ReplacedTokenDetection"):
         return Dataset.from_list([{"text": row["prompt"] + row["chosen"] + row["rejected"] * 2} for row in pairs])
     if kind == "Seq2Seq":

@@ -26,9 +26,9 @@ losses and weights are compared. *Exact* is equal to rounding, 2e-5 of any loss 
 bit by bit where the last column says so; *not exact* changes the numbers, and the last column says how. What the model
 is put through is counted in each run, so that a technique that did nothing is told from one that changes nothing.
 
-GKD has a teacher, and learns on the data's completions.
-GRPO, RLOO, OnlineDPO and PPO learn from the same completions in both runs, written by a `rollout_func`. Losses of GRPO,
-RLOO and PPO can be 0, and differences are relative to the largest of the run where they are not all above 0.
+GKD and GOLD learn on the data's completions, GOLD from a teacher with other tokens. Trainers whose policy writes learn
+from the same completions in both runs, written by a `rollout_func`. Where losses of a run are not all above 0, as those
+of policy gradients, differences are relative to the largest.
 
 ![Every technique in every trainer, as the table below has it in words](charts/matrix.svg)
 """

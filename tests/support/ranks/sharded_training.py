@@ -24,7 +24,7 @@ from lowtide.engine.over_ranks.stage import stage_of
 from lowtide.ranks.shards import is_sharded, whole_of
 from lowtide.trainers.checkpoints.shards import whole_state
 from tests.support.heap import leave_out
-from tests.support.matrix import matrix
+from tests.support.matrix import matrix, matrix_models
 from tests.support.models import architectures
 from tests.support.models.classifiers import classifier
 from tests.support.ranks.processes import run_ranks
@@ -169,7 +169,7 @@ def trained(
         options["parallelism_config"] = {**split, **options.get("parallelism_config", {})}
     if stages > 1:
         options["pipeline_parallel_size"] = stages
-    base = matrix.COMMON["per_device_train_batch_size"] if kind not in matrix.ONLINE else matrix.ROWS
+    base = matrix.COMMON["per_device_train_batch_size"] if kind not in matrix_models.ONLINE else matrix.ROWS
     evaluated, moved = options.pop("evaluated", False), options.pop("moved", False)
     rows = options.pop("rows", options.get("per_device_train_batch_size", base))
     options = {"output_dir": str(folder), "max_steps": 3, **options}

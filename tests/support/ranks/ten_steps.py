@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.support.matrix import matrix
+from tests.support.matrix import matrix_models
 from tests.support.ranks.sharded_training import on_one_rank, on_ranks
 
 STEPS = 10
@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "DPO, shared prefixes": {"kind": "DPO", "prefix_sharing": True},
     "DPO, LoRA, accumulated": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},
     **{kind: {"kind": kind} for kind in ("KTO", "Reward", "ORPO", "CPO", "BCO", "GKD", "Pretrain")},
-    **{kind: {"kind": kind} for kind in matrix.ONLINE},
+    **{kind: {"kind": kind} for kind in matrix_models.ONLINE},
 }
 ZERO: dict[str, Any] = {"reduce_bucket_size": 20_000, "stage3_param_persistence_threshold": 100}
 WAYS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.marks import slow_but
 from tests.support.matrix.matrix import TECHNIQUES, check_equal, make, watched, with_it
-from tests.support.matrix.matrix_models import EVERY_TRAINER, TASKS
+from tests.support.matrix.matrix_models import EVERY_TRAINER, RELATED, TASKS
 from tests.support.runs.sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_after_something_was_stepped_in_backward_the_run_stops(kind, error):
     assert failing.state.global_step == 1
 
 
-@pytest.mark.parametrize("kind", slow_but(["SFT"], EVERY_TRAINER))
+@pytest.mark.parametrize("kind", slow_but(["SFT"], EVERY_TRAINER, swept=RELATED))
 @pytest.mark.parametrize("number", [0, 5])
 def test_an_optimizer_that_could_not_make_its_states_makes_them_again(kind, number):
     """In the first step, at a random parameter; nothing was stepped yet, so the whole step is taken once."""

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from lowtide.compat import deepspeed
 from lowtide.ranks.shards import whole_of
 from tests.support.marks import slow_but
-from tests.support.matrix import matrix
+from tests.support.matrix import matrix, matrix_models
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import A_RANK_WITHOUT, assert_near, meeting_place, on_ranks, rank_of, trained
 from tests.support.references.parity_world import build_model
@@ -36,7 +36,7 @@ KEPT = ("stage3_max_live_parameters", "stage3_max_reuse_distance")
 CASES: dict[str, dict[str, Any]] = {
     "SFT": {"kind": "SFT", "evaluated": True},
     "DPO": {"kind": "DPO", "tokens_per_microbatch": 90, "evaluated": True},
-    **{name: {"kind": name} for name in ("Reward", "ORPO", "CPO", "BCO", *matrix.ONLINE)},
+    **{name: {"kind": name} for name in ("Reward", "ORPO", "CPO", "BCO", *matrix_models.ONLINE)},
     "KTO": {"kind": "KTO", "rows": A_RANK_WITHOUT},
     "LoRA": {"kind": "SFT", "lora": True, "rows": A_RANK_WITHOUT},
     "LoRA, DPO": {"kind": "DPO", "lora": True, "gradient_accumulation_steps": 2},

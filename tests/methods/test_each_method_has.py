@@ -18,7 +18,7 @@ LONGER = {"grpo", "online-dpo", "ppo"}
 """Methods that were there before the limit."""
 WITHOUT_DEMO = {
     *("orpo", "cpo", "bco", "sequence-classification", "gold", "iw-opd"),
-    *("sdpo", "gmpo", "a2po", "rloo", "online-dpo", "ppo"),
+    *("sdpo", "a2po", "rloo", "online-dpo", "ppo"),
 }
 """Methods of which no lesson is known that a tiny model learns within two minutes, or none was tried."""
 

@@ -173,6 +173,7 @@ WRITING: dict[str, Any] = {
 """Of the methods whose model writes."""
 REWARDED: dict[str, Any] = WRITING | {"reward_funcs": ["exact_answer"]}
 
+IN_GROUPS = REWARDED | {"num_generations": 8, "per_device_train_batch_size": 256}
 FROM_TEACHER: dict[str, Any] = WRITING | {"per_device_train_batch_size": 128, "learning_rate": 1e-3}
 
 LESSONS: dict[str, Lesson] = {
@@ -268,9 +269,8 @@ LESSONS: dict[str, Lesson] = {
         },
         rows=dialogue_rows,
     ),
-    "grpo": _written_after(
-        190, steps=240, settings=REWARDED | {"num_generations": 8, "per_device_train_batch_size": 256}
-    ),
+    "grpo": _written_after(190, steps=240, settings=IN_GROUPS),
+    "gmpo": _written_after(190, steps=240, settings=IN_GROUPS),
     "seq2seq": Lesson(
         steps=400,
         settings={"learning_rate": 3e-3, "per_device_train_batch_size": 128},

@@ -16,20 +16,21 @@ from collections import Counter
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from bench.inputs.hybrid import ATTENTION, HYBRID
+
 SUMMARY = "Count what a decode step asks of a GPU: kernels, and how often the host waits for it."
 PROMPTS, COUNT, PROMPT_TOKENS, TOKENS = 8, 8, 200, 12
 TRACED_LAYERS = 3
 PAIR = 4
 """The first of the steps that are compared."""
 RANK = 16
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class Case(NamedTuple):
     """A model, and what is beside its weights."""
 
-    model: str
-    """A name that lowtide has the shape of."""
+    model: str | dict[str, Any]
+    """A name that lowtide has the shape of, or what `AutoConfig.for_model` takes."""
     adapters: bool = False
 
 
@@ -39,7 +40,9 @@ CASES = {
     "qwen-1.5b-lora": Case(QWEN, adapters=True),
     "llama-8b": Case(LLAMA),
     "llama-8b-lora": Case(LLAMA, adapters=True),
+    "hybrid-attention-lora": Case(HYBRID | ATTENTION, adapters=True),
 }
+"""The last has the attention layers of a hybrid alone."""
 
 
 def decode_step(name: str, *, fused: bool = True, merged: bool = False, **sampling: Any) -> dict[str, Any]:
@@ -127,20 +130,23 @@ def _model(case: Case, fused: bool) -> tuple[Any, int]:
     """On the meta device, prepared to write, with `TRACED_LAYERS` of its layers; and how many it has."""
     import torch
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from lowtide.engine.forward import install
     from lowtide.memory.kernels.fused_layers import fuse_layers
     from lowtide.ops.capture import Watch
     from lowtide.planner.answers.known_models import known_config
 
-    described = known_config(case.model)
+    named = case.model
+    described = known_config(named) if isinstance(named, str) else AutoConfig.for_model(**named)
     assert described is not None
     layers, described.num_hidden_layers = described.num_hidden_layers, TRACED_LAYERS
+    if (kinds := getattr(described, "layer_types", None)) is not None:
+        described.layer_types = kinds[:TRACED_LAYERS]
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(described, dtype=torch.bfloat16)
         if case.adapters:
-            adapters = LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules=TARGETS)
+            adapters = LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules="all-linear")
             get_peft_model(model, adapters, autocast_adapter_dtype=False).to(torch.bfloat16)
     with Watch(torch.device("meta")):  # which answers what is asked of weights
         install(model)

@@ -13,18 +13,12 @@ import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from bench.inputs.hybrid import ATTENTION, HYBRID, RECURRENT
 from bench.layer_cost.host import host_cost
 
 SUMMARY = "Count what a decoder layer costs on a GPU: operations, bytes, products, from the planner's trace."
 TOKENS = 1024
 RANK = 16
-HYBRID: dict[str, Any] = {
-    **{"model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32},
-    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248320},
-    **{"linear_num_value_heads": 32, "linear_num_key_heads": 16},
-    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "tie_word_embeddings": False},
-}
-"""A Qwen3.5 of some 9B."""
 
 
 class Case(NamedTuple):
@@ -47,8 +41,8 @@ CASES = {
     "qwen-0.5b-full": Case("Qwen/Qwen2.5-0.5B", adapters=False),
     "llama-8b-full": Case("meta-llama/Llama-3.1-8B", adapters=False),
     "llama-8b-full-float8": Case("meta-llama/Llama-3.1-8B", adapters=False, more={"float8_products": True}),
-    "hybrid-recurrent-lora": Case(HYBRID | {"layer_types": ["linear_attention"] * 32}, rows=4),
-    "hybrid-attention-lora": Case(HYBRID | {"layer_types": ["full_attention"] * 32}, rows=4),
+    "hybrid-recurrent-lora": Case(HYBRID | RECURRENT, rows=4),
+    "hybrid-attention-lora": Case(HYBRID | ATTENTION, rows=4),
 }
 """The last two have the recurrent layers of a hybrid alone, and its attention layers alone."""
 
@@ -101,7 +95,7 @@ def _run(case: Case, device: Any, options: dict[str, Any]) -> Any:
     from lowtide.run.options.configs import method_named
 
     named, method = case.model, method_named("sft")
-    described = known_config(named) if isinstance(named, str) else AutoConfig.for_model(**named, dtype="bfloat16")
+    described = known_config(named) if isinstance(named, str) else AutoConfig.for_model(**named)
     assert described is not None
     requested = {
         "rehearsal": False,

@@ -1,7 +1,9 @@
-"""Whether vLLM writes by the weights that it got is told colocated, and where completions must match something."""
+"""Whether vLLM writes by the weights that it got is told colocated, where completions must match something, and on
+several ranks, all of which bring weights again that one of them found to be others."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 
 import lowtide
 from lowtide.engine.forward import install
-from lowtide.rollout.generators.generator import Sampling
+from lowtide.rollout.generators.generator import Request, Sampling
 from lowtide.rollout.generators.vllm import engine as engines
 from lowtide.rollout.generators.vllm.colocated import VLLMColocatedGenerator
 from lowtide.rollout.generators.vllm.engine import Engine, EngineOptions
@@ -20,6 +22,8 @@ from lowtide.rollout.generators.vllm.label import StaleWeights
 from lowtide.rollout.generators.vllm.limits import Limits
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
 from lowtide.rollout.generators.vllm.turns import Turn
+from tests.support.ranks.processes import run_ranks
+from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.references.parity_world import build_model
 from tests.support.vllm.writing_server import LONGEST, Writes, writing_server
 
@@ -105,3 +109,26 @@ def test_the_interval_of_checks_is_for_vllm(tmp_path):
     with pytest.raises(ValueError, match="vllm_weight_check_interval=3 is for vLLM that writes"):
         lowtide.GRPOConfig(output_dir=str(tmp_path), vllm_weight_check_interval=3)
     lowtide.GRPOConfig(output_dir=str(tmp_path), vllm_weight_check_interval=3, use_vllm=True)
+
+
+def rank_main(rank: int, folder: str, url: str) -> None:
+    with rank_of(Path(folder), rank, 2):
+        torch.distributed.init_process_group("gloo")
+        model = policy()
+        served = VLLMServerGenerator(url, model, limits=Limits(checked_every=1))
+        served.sync(model, 0)  # the server took nothing of what the first rank sent
+        [[completion]] = served.generate(model, [Request([5, 6], 1, rank)], Sampling(4))
+        assert completion.token_ids
+        engine = Lossy(rank)  # that of the second took nothing at first
+        VLLMColocatedGenerator(engine, checked_every=1).sync(model, 0)
+        assert engine.copies == 2
+        with pytest.raises(StaleWeights, match="nats away from the policy's"):
+            VLLMColocatedGenerator(Lossy(9 * rank), checked_every=1).sync(model, 0)
+
+
+@pytest.mark.slow
+def test_all_ranks_bring_weights_again_that_one_found_wrong(tmp_path):
+    engine = Lossy(1)
+    with writing_server(engine) as server:
+        run_ranks(rank_main, str(meeting_place(tmp_path)), server.url)
+    assert engine.copies == 2

@@ -4,6 +4,7 @@ import pytest
 
 from lowtide.trainers.reports.start import StartReport
 from tests.support.matrix.matrix import TECHNIQUES, installed, make, with_it
+from tests.support.models.architectures import build
 
 NAMED = [technique for technique in TECHNIQUES.values() if technique.named and technique.options]
 
@@ -18,7 +19,8 @@ def lines(**options) -> dict[str, str]:
 def test_a_technique_that_is_on_is_said_to_be(technique):
     if technique.needs and not installed(technique) and "liger" not in technique.name:
         pytest.skip(f"needs {', '.join(technique.needs)}")
-    said = lines(**with_it(technique))[technique.name]
+    model = build("qwen3_5") if "recurrences" in technique.name else None
+    said = lines(model=model, **with_it(technique))[technique.name]
     if technique.name in ("liger kernels", "optimizer states in host memory"):
         assert said.startswith("does nothing here: ")
         assert "GPU" in said or "CPU" in said

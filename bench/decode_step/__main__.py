@@ -16,7 +16,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from bench.inputs.hybrid import ATTENTION, HYBRID
+from bench.inputs.hybrid import ATTENTION, HYBRID, RECURRENT
 
 SUMMARY = "Count what a decode step asks of a GPU: kernels, and how often the host waits for it."
 PROMPTS, COUNT, PROMPT_TOKENS, TOKENS = 8, 8, 200, 12
@@ -41,8 +41,9 @@ CASES = {
     "llama-8b": Case(LLAMA),
     "llama-8b-lora": Case(LLAMA, adapters=True),
     "hybrid-attention-lora": Case(HYBRID | ATTENTION, adapters=True),
+    "hybrid-recurrent-lora": Case(HYBRID | RECURRENT, adapters=True),
 }
-"""The last has the attention layers of a hybrid alone."""
+"""The last two have the attention layers of a hybrid alone, and its recurrent layers."""
 
 
 def decode_step(name: str, *, fused: bool = True, merged: bool = False, **sampling: Any) -> dict[str, Any]:

@@ -7,11 +7,13 @@ from bench.decode_step.__main__ import decode_step
 STOCK = {
     **{"qwen-1.5b": (46, 1392), "qwen-1.5b-lora": (74, 2177), "llama-8b": (46, 1574), "llama-8b-lora": (74, 2471)},
     "hybrid-attention-lora": (105, 3470),
+    "hybrid-recurrent-lora": (119, 3909),
 }
 """Kernels of a layer, and of a step."""
 FUSED = {
     **{"qwen-1.5b": (20, 664), "qwen-1.5b-lora": (33, 1029), "llama-8b": (20, 742), "llama-8b-lora": (33, 1159)},
     "hybrid-attention-lora": (39, 1358),
+    "hybrid-recurrent-lora": (83, 2757),
 }
 
 

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, gathered, scattered
+from lowtide.ops.target import without_autocast
 from lowtide.ragged import Segment, sent
 
 CHUNK = 64
@@ -273,7 +274,7 @@ def linear_recurrence(
         """[tokens, heads, width] to [chunks, heads, chunk, width]."""
         return layout.lay(x.to(dtype), masked=masked).transpose(1, 2).contiguous()  # products would copy it each time
 
-    with torch.autocast(value.device.type, enabled=False):
+    with without_autocast(value.device):
         # A key of zero writes nothing, and a decay of one forgets nothing: no more has to be masked.
         q, k, v = lay(query), lay(key, masked=True), lay(value)
         rate = None if beta is None else lay(beta[..., None])
@@ -297,7 +298,7 @@ def recurrence_step(
     state: Float[Tensor, "rows heads keys values"],
 ) -> tuple[Float[Tensor, "rows heads values"], Float[Tensor, "rows heads keys values"]]:
     """One token of each row: what it reads off its state, and the state after it, both in the state's type."""
-    with torch.autocast(value.device.type, enabled=False):
+    with without_autocast(value.device):
         shared = value.shape[1] // key.shape[1]
         q, k = (x.to(state.dtype).repeat_interleave(shared, 1)[:, :, None] for x in (query, key))
         decay = log_decay.to(state.dtype).exp()

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, scattered
 from lowtide.ops.recurrence import Laying, RecurrenceLayout, scan
+from lowtide.ops.target import without_autocast
 
 CHUNK_OF_SCAN = 16
 """Tokens of a chunk: the states between chunks are as large as one of the inputs where `width` is 16, as in Mamba."""
@@ -62,7 +63,7 @@ class SelectiveScan:
             initial: the states that segments without a prefix start from; zero if None.
         """
         dtype, layout = torch.promote_types(self.x.dtype, torch.float32), RecurrenceLayout.of(plan, chunk)
-        with torch.autocast(self.x.device.type, enabled=False):
+        with without_autocast(self.x.device):
             x, B, C = (layout.lay(each.to(dtype)) for each in (self.x, self.B, self.C))
             dt = layout.lay(self.dt.to(dtype), masked=True)  # a step of zero neither writes nor forgets
             parts = list(zip(*(each.split(layout.counts) for each in (x, dt, B, C)), strict=True))
@@ -77,7 +78,7 @@ class SelectiveScan:
 
     def step(self, state: Float[Tensor, "rows channels width"]) -> tuple[Tensor, Tensor]:
         """The same of one token of each row, and the states after it, in the type of the states."""
-        with torch.autocast(self.x.device.type, enabled=False):
+        with without_autocast(self.x.device):
             x, dt, A, B, C = (each.to(state.dtype) for each in (self.x, self.dt, self.A, self.B, self.C))
             state = state * (dt[..., None] * A).exp() + (dt * x)[..., None] * B[:, None]
             return (state @ C[..., None])[..., 0], state

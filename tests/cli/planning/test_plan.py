@@ -311,6 +311,7 @@ def test_quantized_weights_are_streamed_to_a_gpu_where_nothing_else_fits(capsys)
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 def test_frozen_weights_are_streamed_where_nothing_else_fits(capsys):
     words = ["plan", "sft", "--model", "meta-llama/Llama-3.1-70B", "--lengths", "1024x1", "--device", "4090"]
     adapted = [*words, "--use_peft", "--dtype", "bfloat16", "--gradient_checkpointing", "true", "--json"]

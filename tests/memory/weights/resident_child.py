@@ -1,10 +1,5 @@
-"""Trains a model of 100 million parameters for two steps, and prints the peak of its resident memory in bytes.
+"""Trains a model of 50 million parameters for two steps, and writes the peak of its resident memory down."""
 
-The arguments: a folder for the model and the run, and the options as JSON; with adapters if `base_weights` is said.
-"""
-
-import json
-import sys
 from pathlib import Path
 
 import torch
@@ -14,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowtide import SFTConfig, SFTTrainer
 
-LAYERS = 12
+LAYERS, VOCABULARY = 6, 8_000
 
 
 def resident(field: str) -> int:
@@ -22,18 +17,21 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def main(folder: str, options: dict) -> None:
-    torch.set_num_threads(1)
-    model = Path(folder, "model")
-    if not model.exists():
-        config = LlamaConfig(
-            vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=LAYERS, num_attention_heads=12
-        )
-        AutoModelForCausalLM.from_config(config).save_pretrained(model)
-        print(0)
-        return
+def make(model: Path) -> None:
+    config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_attention_heads=12)
+    config.update({"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS})
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+
+
+def train(rank: int, folder: str, options: dict) -> None:
+    """Writes bytes into the file `peak` of a folder, which has the model.
+
+    Args:
+        rank: 0, of the one process.
+        options: of the run, with adapters if `base_weights` is said.
+    """
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(1, 32_000, (64,), generator=generator).tolist() for _ in range(4)]
+    rows = [torch.randint(1, VOCABULARY, (64,), generator=generator).tolist() for _ in range(4)]
     args = SFTConfig(
         output_dir=str(Path(folder, "run")),
         max_steps=2,
@@ -50,9 +48,5 @@ def main(folder: str, options: dict) -> None:
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
-    SFTTrainer(str(model), args, train_dataset=dataset, peft_config=adapters).train()
-    print(resident("VmHWM") - before)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]))
+    SFTTrainer(str(Path(folder, "model")), args, train_dataset=dataset, peft_config=adapters).train()
+    Path(folder, "peak").write_text(str(resident("VmHWM") - before))

@@ -1,16 +1,16 @@
 """Streamed weights are not resident: peaks of processes of their own."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-WEIGHTS = 134_105_856 * 4
+from tests.memory.weights.resident_child import make, train
+from tests.support.ranks.processes import run_ranks
+
+WEIGHTS = 54_765_312 * 4
 """Bytes of the model of `resident_child`, in float32."""
 LAYER = 7_079_424 * 4
-HEAD = 32_000 * 768 * 4
+HEAD = 8_000 * 768 * 4
 IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 
 pytestmark = [
@@ -20,19 +20,15 @@ pytestmark = [
 
 
 def peak(folder: Path, **options) -> int:
-    script = Path(__file__).with_name("resident_child.py")
-    done = subprocess.run(
-        [sys.executable, script, folder, json.dumps(options)], capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout.split()[-1])
+    run_ranks(train, str(folder), options, ranks=1)
+    return int((folder / "peak").read_text())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """With the model."""
     made = tmp_path_factory.mktemp("resident")
-    peak(made)
+    make(made / "model")
     return made
 
 

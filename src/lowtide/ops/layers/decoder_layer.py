@@ -208,7 +208,7 @@ class Pass:
         wide, key, value = (self.attention.product(normed, each) for each in range(3))
         key, value = (each.view(len(normed), -1, dim) for each in (key, value))
         both = wide.view(len(normed), -1, 2 * dim if layer.gated else dim)
-        query, *gate = [each.contiguous() for each in both.split(dim, -1)]
+        query, *gate = (each.contiguous() for each in both.split(dim, -1)) if layer.gated else (both,)
         del wide, both
         raw = None
         if layer.head_norms is not None:

@@ -52,7 +52,7 @@ from lowtide.run.options.sharding import sharding_of
 from lowtide.run.options.training import TrainingConfig
 from lowtide.spelling import check_arguments_known
 
-PATIENCE = 30.0
+PATIENCE = 25.0
 """Seconds that a plan looks for settings that fit; what takes least is then traced in some more."""
 
 

@@ -13,7 +13,7 @@ from lowtide.run import engine as setup
 from lowtide.run.engine import install_engine
 from tests.support.matrix.matrix import build
 from tests.support.models.architectures import build as architecture
-from tests.support.references.library_kernels import on_a_gpu, put_in_place  # noqa: F401
+from tests.support.references.installed_kernels import on_a_gpu, put_in_place  # noqa: F401
 
 
 def arguments(**given) -> Any:
@@ -86,7 +86,7 @@ def test_a_run_says_which_kernels_compute_recurrent_layers(monkeypatch):
     missing = f"torch in the place of {convolution}, which is not installed"
     assert install_engine(model, args).mixing == f"{missing}; torch in the place of {rule}, which is not installed"
     put_in_place(monkeypatch)
-    monkeypatch.setattr("lowtide.ops.library_kernels._found", {})
+    monkeypatch.setattr("lowtide.ops.installed_kernels._found", {})
     assert install_engine(model, args).mixing == f"{convolution}, proved; {rule}, proved"
     assert install_engine(model.float(), args).mixing.endswith("takes 16 bits, where these layers compute in float32")
     assert install_engine(build("SFT", 64), args).mixing == ""

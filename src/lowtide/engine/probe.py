@@ -40,7 +40,7 @@ from lowtide.engine.over_ranks.split_plan import SharedHeads, SplitPlan
 from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
 from lowtide.ops.attention.attention_plan import PLAN
 from lowtide.ops.attention.varlen_attention import BACKENDS, observed_backends
-from lowtide.ops.library_kernels import Kernel, observed_kernels
+from lowtide.ops.installed_kernels import Kernel, observed_kernels
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.score_rules import IGNORE, NEXT_TOKEN, ScoreRule, ShiftedRight

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, gathered, scattered
-from lowtide.ops.library_kernels import Kernel, serving, values_and_gradients
+from lowtide.ops.installed_kernels import Kernel, serving, values_and_gradients
 from lowtide.ragged import RaggedBatch, sent
 
 KERNEL = Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn")

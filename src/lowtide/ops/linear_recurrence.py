@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, gathered, scattered
-from lowtide.ops.library_kernels import Kernel, serving, values_and_gradients
+from lowtide.ops.installed_kernels import Kernel, serving, values_and_gradients
 from lowtide.ops.recurrence import Laying, RecurrenceLayout, cuts_of, linear_recurrence, on_device, recurrence_step
 from lowtide.ragged import RaggedBatch, sent
 

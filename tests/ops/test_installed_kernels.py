@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.convolution import causal_convolution
-from lowtide.ops.library_kernels import observed_kernels
+from lowtide.ops.installed_kernels import observed_kernels
 from lowtide.ops.linear_recurrence import LinearRecurrence
-from tests.support.references import library_kernels
-from tests.support.references.library_kernels import on_a_gpu, put_in_place  # noqa: F401
+from tests.support.references import installed_kernels
+from tests.support.references.installed_kernels import on_a_gpu, put_in_place  # noqa: F401
 from tests.support.references.recurrences import LENGTHS, PREFIXES, gradients, plan_of
 
 KERNELS = {"delta": "chunk_gated_delta_rule", "channels": "chunk_kda", "plain": "chunk_simple_gla"}
@@ -57,7 +57,7 @@ def test_recurrences_by_kernels_are_the_operations(kind: str, prefix: str, monke
     given = inputs(kind)
     expected = computed(given, plan_of(PREFIXES[prefix]))
     put_in_place(monkeypatch)
-    monkeypatch.setattr("lowtide.ops.library_kernels._found", {})
+    monkeypatch.setattr("lowtide.ops.installed_kernels._found", {})
     with observed_kernels() as asked:
         found = computed(given, plan_of(PREFIXES[prefix]))
     assert {kernel.name: reason for kernel, reason in asked.items()} == {KERNELS[kind]: None}
@@ -69,7 +69,7 @@ def test_rows_without_prefixes_are_given_to_the_kernel_at_once_and_as_they_lie(m
 
     def counted(**given: Any) -> Any:
         calls.append(given)
-        return library_kernels.chunk_gated_delta_rule(**given)
+        return installed_kernels.chunk_gated_delta_rule(**given)
 
     put_in_place(monkeypatch, chunk_gated_delta_rule=counted)
     recurrence = LinearRecurrence(*inputs("delta")[:5])  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_convolutions_by_the_kernel_are_the_operations(prefix: str, taps: int, m
 
     expected = all_of(plan_of(PREFIXES[prefix]))
     put_in_place(monkeypatch)
-    monkeypatch.setattr("lowtide.ops.library_kernels._found", {})
+    monkeypatch.setattr("lowtide.ops.installed_kernels._found", {})
     found = all_of(plan_of(PREFIXES[prefix]))
     assert found[0].dtype == torch.bfloat16
     assert expected[0].dtype == torch.float32
@@ -109,12 +109,12 @@ def wrong_at_boundaries(**given: Any) -> Any:
     starts = given["cu_seqlens"]
     initial = given["initial_state"]
     given |= {"cu_seqlens": starts[[0, -1]], "initial_state": None if initial is None else initial[:1]}
-    out, state = library_kernels.chunk_gated_delta_rule(**given)
+    out, state = installed_kernels.chunk_gated_delta_rule(**given)
     return out, state if state is None else state.expand(len(starts) - 1, *state.shape[1:])
 
 
 def wrong_gradient(**given: Any) -> Any:
-    return library_kernels.chunk_gated_delta_rule(**given | {"g": given["g"].detach().requires_grad_()})
+    return installed_kernels.chunk_gated_delta_rule(**given | {"g": given["g"].detach().requires_grad_()})
 
 
 def failing(**_: Any) -> Any:
@@ -135,7 +135,7 @@ def test_a_kernel_that_computes_something_else_is_refused_aloud(
     given, plan = inputs("delta"), plan_of(PREFIXES["cut"])
     expected = computed(given, plan)
     put_in_place(monkeypatch, chunk_gated_delta_rule=instead)
-    monkeypatch.setattr("lowtide.ops.library_kernels._found", {})
+    monkeypatch.setattr("lowtide.ops.installed_kernels._found", {})
     with caplog.at_level(logging.WARNING), observed_kernels() as asked:
         found = computed(given, plan)
         computed(given, plan)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide.ops import library_kernels
+from lowtide.ops import installed_kernels
 from lowtide.ops.target import Target
 
 
@@ -115,8 +115,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operations choose as where tensors lie on a GPU, of which nothing is known yet."""
-    monkeypatch.setattr(library_kernels, "target_of", lambda _: Target("cuda", (9, 0)))
-    monkeypatch.setattr(library_kernels, "_found", {})
+    monkeypatch.setattr(installed_kernels, "target_of", lambda _: Target("cuda", (9, 0)))
+    monkeypatch.setattr(installed_kernels, "_found", {})
     for module in ("fla", "causal_conv1d"):
         monkeypatch.setitem(sys.modules, module, None)  # an import of it is refused, as where it is missing
 

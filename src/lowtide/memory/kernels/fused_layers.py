@@ -13,10 +13,11 @@ training begins: outputs and gradients of a few random tokens, both ways.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from lowtide.memory.kernels.layer_parts import (
     FAMILIES,
     MIXERS,
     PASSED,
+    Mixer,
     a_norm,
     activation,
     adapted_inside,
@@ -354,27 +356,31 @@ def _attended(layer: DecoderLayer, rotary: Rotary | None, attend: _Call, dtype: 
 
 def _mixed(self: Any, layer: DecoderLayer, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:
     """The residual after a layer's first half, where what mixes its tokens runs as it is."""
-    before, after = layer.norms[0], layer.after[0]
-    x, mixed = hidden if before is None else normed(hidden, before, hidden.dtype), None
-    for mixer in mixers(self):
-        out = mixer.module(x if mixer.before == 1 else x * mixer.before, **given_to(mixer.module, kwargs, PLAN))
-        out = out[0] if isinstance(out, tuple) else out
-        out = out if mixer.after == 1 else out * mixer.after
-        mixed = out if mixed is None else mixed + out
-    assert mixed is not None
-    return torch.add(hidden, mixed if after is None else normed(mixed, after, mixed.dtype), alpha=layer.factors[0])
+    return _half(layer, 0, [partial(_by_mixer, each, kwargs) for each in mixers(self)], hidden)
+
+
+def _by_mixer(mixer: Mixer, kwargs: dict[str, Any], x: Tensor) -> Tensor:
+    out = mixer.module(x if mixer.before == 1 else x * mixer.before, **given_to(mixer.module, kwargs, PLAN))
+    out = _hidden_states(out)
+    return out if mixer.after == 1 else out * mixer.after
 
 
 def _mlp_half(self: Any, layer: DecoderLayer, mid: Tensor) -> Tensor:
     """What a layer makes of the residual after its first half, where its MLP runs as it is."""
-    before, after = layer.norms[1], layer.after[1]
-    x, found = mid if before is None else normed(mid, before, mid.dtype), None
-    for module in second_halves(self).values():
-        out = module(x)
-        out = out[0] if isinstance(out, tuple) else out  # experts that tell how they were chosen
-        found = out if found is None else found + out
-    assert found is not None
-    return torch.add(mid, found if after is None else normed(found, after, found.dtype), alpha=layer.factors[1])
+    return _half(layer, 1, [*second_halves(self).values()], mid)
+
+
+def _half(layer: DecoderLayer, number: int, parts: Sequence[Callable[[Tensor], Any]], residual: Tensor) -> Tensor:
+    """The residual after a half of a layer, whose parts run as they are and are added."""
+    before, after = layer.norms[number], layer.after[number]
+    x = residual if before is None else normed(residual, before, residual.dtype)
+    out = functools.reduce(operator.add, (_hidden_states(part(x)) for part in parts))
+    return torch.add(residual, out if after is None else normed(out, after, out.dtype), alpha=layer.factors[number])
+
+
+def _hidden_states(out: Any) -> Tensor:
+    """What a module gives, without what it tells beside: experts say how they were chosen."""
+    return out[0] if isinstance(out, tuple) else out
 
 
 def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:

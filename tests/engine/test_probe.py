@@ -20,7 +20,7 @@ from lowtide.engine import forward
 from lowtide.engine.forward import install, score
 from lowtide.engine.layers import mixers
 from lowtide.engine.probe import probe
-from lowtide.ops import recurrence
+from lowtide.ops.recurrence import chunked
 from lowtide.ragged import RaggedBatch
 from tests.support.models import architectures
 from tests.support.models.tiny_llama import tiny_llama
@@ -52,8 +52,8 @@ def test_recurrent_layers_that_are_not_given_the_plan_are_found_out(monkeypatch)
 
 def test_a_recurrence_that_forgets_its_state_between_chunks_is_found_out(monkeypatch):
     """The probe's rows are shorter than the chunks of real runs."""
-    model, step = architectures.build("qwen3_5"), recurrence._step
-    monkeypatch.setattr(recurrence, "_step", lambda *given: step(*given[:-1], None))
+    model, step = architectures.build("qwen3_5"), chunked._step
+    monkeypatch.setattr(chunked, "_step", lambda *given: step(*given[:-1], None))
     assert not probe(model).isolated
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan
-from lowtide.ops.convolution import causal_convolution
 from lowtide.ops.installed_kernels import observed_kernels
-from lowtide.ops.linear_recurrence import LinearRecurrence
+from lowtide.ops.recurrence.convolution import causal_convolution
+from lowtide.ops.recurrence.linear_recurrence import LinearRecurrence
 from tests.support.references import installed_kernels
 from tests.support.references.installed_kernels import on_a_gpu, put_in_place  # noqa: F401
 from tests.support.references.recurrences import LENGTHS, PREFIXES, gradients, plan_of

@@ -28,7 +28,7 @@ from lowtide.memory.own import OPTION, own_technique
 from lowtide.memory.technique import Choosing, Site, Technique
 from lowtide.memory.weights.streaming import stream_of
 from lowtide.ops.layers.float8 import multiplies_on
-from lowtide.ops.recurrence import RECOMPUTED
+from lowtide.ops.recurrence.recurrence import RECOMPUTED
 from lowtide.ops.target import has_triton, kind_of, target_of
 from lowtide.process.ways_out import in_python
 

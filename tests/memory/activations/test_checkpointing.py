@@ -13,8 +13,9 @@ from lowtide.memory.activations.checkpointing import OUTSIDE_RECURRENCES, POLICI
 from lowtide.memory.activations.offloading import ActivationOffload
 from lowtide.memory.activations.tiled_mlp import install_tiled_mlp
 from lowtide.ops.attention.attention_plan import AttentionPlan
-from lowtide.ops.linear_recurrence import LinearRecurrence
-from lowtide.ops.recurrence import CHUNK, ComputedAgain
+from lowtide.ops.recurrence.chunked import CHUNK
+from lowtide.ops.recurrence.linear_recurrence import LinearRecurrence
+from lowtide.ops.recurrence.recurrence import ComputedAgain
 from lowtide.ragged import RaggedBatch
 from tests.support.marks import slow_but
 from tests.support.memory.storages import Storages

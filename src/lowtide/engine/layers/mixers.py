@@ -1,12 +1,12 @@
 """Recurrent layers and short convolutions that stay inside their segment, and go on from its prefix.
 
-transformers' own run over the whole row of tokens, so that a segment would go on from the one before. They all have
-one form: a forward around a few functions of their file that mix tokens (`causal_conv1d_fn`, `mamba2_chunk_scan`,
+transformers' own run over the whole row of tokens, so that a segment would go on from the one before. They all have one
+form: a forward around a few functions of their file that mix tokens (`causal_conv1d_fn`, `mamba2_chunk_scan`,
 `torch_chunk_gated_delta_rule`, `chunk_kimi_delta_attention`, `mamba_selective_scan`). With a plan, that same forward is
-run with functions that know segments in their place (`ops.recurrence`, `ops.selective_scan`, `ops.convolution`). The
-plan travels to the layer as a keyword argument, or, through modules that hand no keyword arguments on (Mamba, Jamba),
-as its attention mask; from there a context tells it to the functions. Only the instances of a model are changed: the
-family's module and classes stay as they are, and without a plan the forward is their class's own.
+run with functions that know segments in their place (`ops.recurrence`). The plan travels to the layer as a keyword
+argument, or, through modules that hand no keyword arguments on (Mamba, Jamba), as its attention mask; from there a
+context tells it to the functions. Only the instances of a model are changed: the family's module and classes stay as
+they are, and without a plan the forward is their class's own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from lowtide.engine.encoder_decoder import PLAN
 from lowtide.engine.over_ranks.split_plan import SplitPlan
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
-from lowtide.ops.chained_recurrence import chained_convolution, chained_recurrence
-from lowtide.ops.linear_recurrence import LinearRecurrence
-from lowtide.ops.recurrence import CHUNK, CHUNK_BY_CHANNEL, RECOMPUTED, ComputedAgain, Recurrence
-from lowtide.ops.selective_scan import CHUNK_OF_SCAN, SelectiveScan
+from lowtide.ops.recurrence.chained_recurrence import chained_convolution, chained_recurrence
+from lowtide.ops.recurrence.chunked import CHUNK, CHUNK_BY_CHANNEL
+from lowtide.ops.recurrence.linear_recurrence import LinearRecurrence
+from lowtide.ops.recurrence.recurrence import RECOMPUTED, ComputedAgain, Recurrence
+from lowtide.ops.recurrence.selective_scan import CHUNK_OF_SCAN, SelectiveScan
 
 HELD = ("cache_params", "past_key_values", "attention_mask")
 """What a layer's forward is not given beside a plan: states that it would go on from, and what is padding."""

@@ -24,9 +24,9 @@ from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.chained_attention import chained_attention
 from lowtide.ops.attention.piece_keys import PieceKeys
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, varlen_attention
-from lowtide.ops.chained_recurrence import chained_convolution, chained_recurrence
 from lowtide.ops.logits.logit_rows import Named
-from lowtide.ops.recurrence import Recurrence
+from lowtide.ops.recurrence.chained_recurrence import chained_convolution, chained_recurrence
+from lowtide.ops.recurrence.recurrence import Recurrence
 from lowtide.ranks.sequence import SequenceParallel
 
 

@@ -38,7 +38,7 @@ from lowtide.compat.transformers import checkpoint_by, checkpointed_layers
 from lowtide.memory.activations.computed_again import are_parts
 from lowtide.memory.activations.offloading import ChangedInPlace, Held, hold
 from lowtide.ops.attention.attention_blocks import computing_blocks
-from lowtide.ops.recurrence import RECOMPUTED
+from lowtide.ops.recurrence.recurrence import RECOMPUTED
 
 ATTENTION = FUSED_ATTENTION | frozenset(
     {

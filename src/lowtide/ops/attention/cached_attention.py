@@ -24,7 +24,7 @@ from torch import Tensor
 from lowtide.compat.torch import cpu_flash
 from lowtide.ops.attention.attention_plan import Rules, Sight
 from lowtide.ops.attention.varlen_attention import AttentionRules
-from lowtide.ops.recurrence import Recurrence
+from lowtide.ops.recurrence.recurrence import Recurrence
 from lowtide.ops.target import kind_of
 
 

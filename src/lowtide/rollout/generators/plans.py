@@ -18,8 +18,8 @@ from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.attention.cached_attention import CachedPlan, Part, as_bias, gather_from, merged, seen
 from lowtide.ops.attention.cached_flash import Starts, gather_used, serves, starts_of
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
-from lowtide.ops.convolution import causal_convolution
-from lowtide.ops.recurrence import Recurrence
+from lowtide.ops.recurrence.convolution import causal_convolution
+from lowtide.ops.recurrence.recurrence import Recurrence
 from lowtide.ragged import PositionRule, RaggedBatch, Segment, Shown
 from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
 from lowtide.score_rules import IGNORE

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.ops import recurrence
 from lowtide.ops.attention.attention_plan import AttentionPlan
-from lowtide.ops.recurrence import RecurrenceLayout, linear_recurrence
+from lowtide.ops.recurrence import chunked
+from lowtide.ops.recurrence.chunked import linear_recurrence
+from lowtide.ops.recurrence.layout import RecurrenceLayout
 from lowtide.ragged import RaggedBatch
 from tests.support.references.recurrences import LENGTHS, PREFIXES, gradients, plan_of
 
@@ -105,7 +106,7 @@ def test_strong_decays_neither_overflow_nor_vanish(kind: str):
     plan, given = plan_of(PREFIXES["cut"]), inputs(kind)
     given[3] = torch.full_like(given[3], -60.0).requires_grad_()
     wanted = by_loop(plan, *given)
-    found = linear_recurrence(*given[:5], RecurrenceLayout.of(plan, recurrence.CHUNK), given[5], final=True)
+    found = linear_recurrence(*given[:5], RecurrenceLayout.of(plan, chunked.CHUNK), given[5], final=True)
     torch.testing.assert_close(found, wanted, atol=1e-11, rtol=0)
     for got in gradients(*found, given):
         assert got.isfinite().all()

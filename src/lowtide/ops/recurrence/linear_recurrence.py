@@ -1,5 +1,5 @@
 """A linear recurrence of given tokens, by what computes it fastest: kernels of fla (flash-linear-attention,
-github.com/fla-org) on a GPU, else `ops.recurrence`.
+github.com/fla-org) on a GPU, else by `chunked`.
 
 fla's kernels take sequences of unequal length end to end, and the state that each starts from, with gradients of both.
 So segments are cut where others go on from them, and the parts are computed in rounds: first those that nothing stands
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, Gather, Places, gathered, scattered
 from lowtide.ops.installed_kernels import Kernel, serving, values_and_gradients
-from lowtide.ops.recurrence import Laying, RecurrenceLayout, cuts_of, linear_recurrence, on_device, recurrence_step
+from lowtide.ops.recurrence.chunked import linear_recurrence, recurrence_step
+from lowtide.ops.recurrence.layout import RecurrenceLayout, cuts_of, on_device
+from lowtide.ops.recurrence.recurrence import Laying
 from lowtide.ragged import RaggedBatch, sent
 
 PACKAGE = "flash-linear-attention"
@@ -31,7 +33,7 @@ ADDING = Kernel(PACKAGE, "fla.ops.simple_gla", "chunk_simple_gla")
 
 @dataclass(frozen=True)
 class LinearRecurrence:
-    """`ops.recurrence.linear_recurrence` of given tokens, [tokens, heads, ...] each; see there."""
+    """`chunked.linear_recurrence` of given tokens, [tokens, heads, ...] each; see there."""
 
     query: Tensor
     key: Tensor

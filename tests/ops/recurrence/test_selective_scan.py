@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan
-from lowtide.ops.recurrence import RecurrenceLayout
-from lowtide.ops.selective_scan import CHUNK_OF_SCAN, SelectiveScan
+from lowtide.ops.recurrence.layout import RecurrenceLayout
+from lowtide.ops.recurrence.selective_scan import CHUNK_OF_SCAN, SelectiveScan
 from tests.support.references.recurrences import LENGTHS, PREFIXES, gradients, plan_of
 
 CHANNELS, WIDTH = 5, 3

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan
-from lowtide.ops.convolution import causal_convolution
+from lowtide.ops.recurrence.convolution import causal_convolution
 from lowtide.ragged import RaggedBatch
 
 LENGTHS = [5, 1, 7, 3, 1, 6]

@@ -6,7 +6,7 @@ The state is a matrix [channels, width] that starts at zero, and each token t up
     S_t = exp(dt_t A) S_(t-1) + (dt_t x_t) B_t^T,    y_t = S_t C_t
 
 Here each number of the state has a decay of its own, so that no matrix product relates the tokens of a chunk to each
-other. They are taken one after the other, those of all segments at once, in the order of `ops.recurrence`. What is kept
+other. They are taken one after the other, those of all segments at once, in the order of `layout`. What is kept
 for backward are the inputs and the states between chunks; the states of a chunk's tokens, `width` times the inputs, are
 made again from these.
 
@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, scattered
-from lowtide.ops.recurrence import Laying, RecurrenceLayout, scan
+from lowtide.ops.recurrence.layout import RecurrenceLayout, scan
+from lowtide.ops.recurrence.recurrence import Laying
 from lowtide.ops.target import without_autocast
 
 CHUNK_OF_SCAN = 16
@@ -89,7 +90,7 @@ class SelectiveScan:
         return self.x.shape[1], 1
 
     def mapped(self, heads: Laying, keys: Laying, weights: Laying) -> SelectiveScan:
-        """The scan of other channels; see `ops.recurrence.Recurrence`. All keys that come of it are the same."""
+        """The scan of other channels; see `recurrence.Recurrence`. All keys that come of it are the same."""
         B, C = (keys(each[:, None])[:, 0] for each in (self.B, self.C))
         return SelectiveScan(heads(self.x), heads(self.dt), weights(self.A), B, C)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from lowtide.ops.attention.attention_plan import AttentionPlan, Sight
 from lowtide.ops.attention.chained_attention import joined
 from lowtide.ops.attention.piece_keys import PieceKeys
-from lowtide.ops.convolution import causal_convolution
-from lowtide.ops.recurrence import Recurrence
+from lowtide.ops.recurrence.convolution import causal_convolution
+from lowtide.ops.recurrence.recurrence import Recurrence
 
 
 def chained_recurrence(layer: Hashable, recurrence: Recurrence, plan: AttentionPlan, chunk: int) -> Tensor:

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import save
 
 from lowtide.rollout.generators.generator import HoldsWeights, Request, Sampling
 from lowtide.rollout.generators.vllm.http import Calls, Refused, ServerError
-from lowtide.rollout.generators.vllm.label import StaleWeights
+from lowtide.rollout.generators.vllm.label import LostWeights, StaleWeights
 from lowtide.rollout.generators.vllm.limits import Limits
 from lowtide.rollout.generators.vllm.remote import VLLMServerGenerator
 from lowtide.rollout.generators.vllm.server import Service
@@ -421,8 +422,26 @@ def test_a_server_that_was_started_again(server: Running, service: Service):
     generator = generator_at(server.url, model)
     generator.sync(model, 3)
     service.labels = []
-    with pytest.raises(StaleWeights, match="started again"):
+    with pytest.raises(LostWeights, match="after step 3 that it was sent, nor any others: it was started again"):
         generator.generate(model, REQUESTS, SAMPLING)
+
+
+def test_a_server_that_is_started_again_before_it_writes_is_sent_the_weights(server, service, engine, caplog):
+    model = tiny_llama().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    generator = generator_at(server.url, model, limits=Limits(retries=1))
+    generator.sync(model, 2)
+    generator.sync(model, 3)
+    service.labels = []
+    found = generator.generate(model, REQUESTS, SAMPLING)
+    assert [[each.token_ids for each in group] for group in found] == [[[3, 2], [4, 2]], [[5, 2]]]
+    assert engine.coming.keys() == model.state_dict().keys()
+    assert service.labels == [{"run": generator.run, "version": 3, "copy": 3, "adapter": False}]
+    assert "It is sent them and asked again" in caplog.text
+
+    service.labels = []
+    with ThreadPoolExecutor(1) as beside_training, pytest.raises(LostWeights, match="started again"):
+        beside_training.submit(generator.generate, model, REQUESTS, SAMPLING).result()
 
 
 def test_two_runs_that_send_at_a_time(server: Running):

@@ -29,6 +29,7 @@ class Writes:
         copies: how often weights were sent.
         adapters: that it has, by name, as files.
         max_lora_rank: of the adapters that it takes; 0: none.
+        service: whose engine it is.
         before: called with the number of the request before it is answered.
         after: called with (number, what was written), and returns what is answered.
     """
@@ -40,6 +41,7 @@ class Writes:
         self.copies = self.asked = 0
         self.adapters: dict[str, bytes] = {}
         self.max_lora_rank = 0
+        self.service: Service | None = None
         self.before: Callable[[int], object] = lambda number: None
         self.after: Callable[[int, list[WrittenTurn]], list[WrittenTurn]] = lambda number, found: found
 
@@ -100,7 +102,8 @@ def writing_server(engine: Writes, regex: str | None = None) -> Iterator[Running
     info: dict[str, Any] = {"server": "lowtide", "protocol": PROTOCOL, "model": "m", "max_model_length": LONGEST}
     info |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "shapes": shapes}
     info |= {"regex": regex, "adapters": {"rank": engine.max_lora_rank, "count": 3}}
-    with serving(Service(engine, info)) as running:
+    engine.service = Service(engine, info)
+    with serving(engine.service) as running:
         yield running
 
 

@@ -8,6 +8,7 @@ layer at a time is whole while it is sent, for which all ranks are needed.
 from __future__ import annotations
 
 import collections
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class CopiedWeights:
         self._adapter: dict[str, Mark] | None = None
         self._held: list[Label] = []
         self._count = 0
+        self._thread = threading.get_ident()  # that trains
 
     def sync(self, model: nn.Module, version: int) -> None:
         """As of `HoldsWeights`; now and then checks that the server writes by what it was sent.
@@ -90,7 +92,26 @@ class CopiedWeights:
             return
         self._bring(model, version)
         if is_due(self._count, self.limits.checked_every):
-            check_or_bring_again(lambda: self.check(model), lambda: self._bring_all(model, version), "sent")
+            self._check_or_bring_again(model, version)
+
+    @property
+    def can_bring_again(self) -> bool:
+        """Whether a server that was started again can be sent what it had, as completions are written: the thread that
+        trains writes them, so that the policy stands still, and no other rank writes by the copy."""
+        return threading.get_ident() == self._thread and not distributed()
+
+    def bring_again(self, model: nn.Module) -> Label:
+        """Sends all weights anew, checked if any are, and returns their label. Raises as `sync`."""
+        assert self.label is not None
+        version = self.label.version
+        self._bring_all(model, version)
+        if self.limits.checked_every:
+            self._check_or_bring_again(model, version)
+        assert self.label is not None
+        return self.label
+
+    def _check_or_bring_again(self, model: nn.Module, version: int) -> None:
+        check_or_bring_again(lambda: self.check(model), lambda: self._bring_all(model, version), "sent")
 
     def _bring_all(self, model: nn.Module, version: int) -> None:
         self.label = None

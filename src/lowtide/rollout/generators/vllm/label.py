@@ -12,6 +12,10 @@ class StaleWeights(ValueError):
     """What was written is not by the weights that it should be by."""
 
 
+class LostWeights(StaleWeights):
+    """Whoever was to write holds nobody's weights: it was started again since it was sent some."""
+
+
 @dataclass(frozen=True)
 class Label:
     """The weights of a run after some steps."""
@@ -37,15 +41,20 @@ class Label:
             found: the label of the weights that wrote, as a dictionary; None if they are nobody's.
 
         Raises:
+            LostWeights: there are none.
             StaleWeights: they are others.
         """
         held = found if isinstance(found, dict) else {}
         if held == asdict(self):
             return
+        if not held:
+            raise LostWeights(
+                f"{whose} does not hold the weights after step {self.version} that it was sent, nor any others: it was "
+                "started again, or another run is sending its own"
+            )
         if held.get("run") != self.run:
             raise StaleWeights(
-                f"{whose} does not hold the weights of this run (another run shares it, or it was started again): give "
-                "each run a server of its own"
+                f"{whose} holds the weights of another run, which shares it: give each run a server of its own"
             )
         raise StaleWeights(
             f"{whose} holds stale weights: those after step {held.get('version')} (copy {held.get('copy')}), where "

@@ -105,8 +105,14 @@ class VLLMServerGenerator:
             check_answer(turns, found, vocabulary, self.whose)
             return found
 
+        def bring_weights() -> None:
+            nonlocal label
+            label = self.copied.bring_again(model)
+
+        bring = bring_weights if self.copied.can_bring_again else None
+
         def write_or_again(turns: Sequence[Turn], how: Sampling) -> list[WrittenTurn]:
-            return asked_again(lambda: write(turns, how), self.limits, ValueError)
+            return asked_again(lambda: write(turns, how), self.limits, ValueError, bring_weights=bring)
 
         return write_all(write_or_again, requests, sampling, reply)
 

@@ -90,9 +90,9 @@ class VLLMServerGenerator:
             StaleWeights: it wrote by other weights than the model's.
             ValueError: a request cannot be written, or what came back does not fit it.
         """
-        label = self.label
-        if label is None:
+        if self.label is None:
             raise StaleWeights(f"{self.whose} never got the weights of this run: `sync` copies them")
+        label: Label = self.label
         check_length(
             requests, sampling, self.facts.max_model_length, "start the server with a larger --max_model_length"
         )

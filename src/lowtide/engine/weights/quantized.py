@@ -191,19 +191,19 @@ def keep_trainable(model: nn.Module) -> None:
 
 
 def check_shardable(model: nn.Module) -> None:
-    """Refuses quantized weights that cannot be cut into shards; those of bitsandbytes in 4 bits can.
+    """Refuses quantized weights that cannot be cut into shards; the bytes of bitsandbytes in 4 bits and of FP8 can.
 
     Raises:
-        ValueError: the weights are of bitsandbytes in 8 bits, in FP8, or of torchao.
+        ValueError: the weights are of bitsandbytes in 8 bits, or of torchao.
     """
     for name, module in model.named_modules():
         layer: Any = module
-        if isinstance(layer, nn.Linear) and is_quantized(layer.weight) and quant_state(layer) is None:
-            kinds = {"torchao's form": _is_torchao(layer.weight), "8 bits of bitsandbytes": _is_8_bit(layer)}
-            kind = next((kind for kind, is_so in kinds.items() if is_so), "FP8")
+        if isinstance(layer, nn.Linear) and (_is_torchao(layer.weight) or _is_8_bit(layer)):
+            kind = "torchao's form" if _is_torchao(layer.weight) else "8 bits of bitsandbytes"
             raise ValueError(
-                f"fsdp cannot shard the weight of {name}, which is in {kind}: take load_in_4bit=True, whose weights "
-                "are sharded, or leave `fsdp` out, and each rank holds all of the quantized weights"
+                f"fsdp cannot shard the weight of {name}, which is in {kind}: take load_in_4bit=True or "
+                "base_dtype='float8', whose weights are sharded, or leave `fsdp` out, and each rank holds all of the "
+                "quantized weights"
             )
 
 

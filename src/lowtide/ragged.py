@@ -79,6 +79,17 @@ class Segment(NamedTuple):
         return [each for each in images[self.prefix] if each.start < seen] if seen else []
 
 
+class ImageSource(NamedTuple):
+    """Where an image among the tokens of a segment comes from."""
+
+    stored: Mapping[str, Any]
+    """The image as `datasets` stores it: `bytes`, or `path`."""
+    before: int
+    """Tokens before the first that the image fills, which the processor wrote in the place of its mark too."""
+    tokens: int
+    """All that it wrote there."""
+
+
 @dataclass(frozen=True)
 class SegmentImage:
     """An image among the tokens of a segment, made ready for a model."""
@@ -94,6 +105,8 @@ class SegmentImage:
     """The same for the same image, within one process."""
     marked: tuple[int, ...] = ()
     """The token ids that the processor says are of images, to models whose forward is told of each token."""
+    source: ImageSource | None = None
+    """For who reads the same image with another processor; None where it is not known."""
 
 
 class PositionRule(Protocol):

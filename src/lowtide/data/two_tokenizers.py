@@ -2,8 +2,9 @@
 
 A text is cut where both end a token; what lies between two such places is a span, of one token or several of each. The
 student's tokens are given, and are read as bytes, so that tokens that hold a part of a character are aligned too; the
-teacher's are those of the text. Where the bytes of a tokenizer's tokens are not known, tokens are paired by their
-places (`by_text=False`), as in the universal logit distillation of Boizard et al. (arXiv 2402.12030).
+teacher's are those of the text. In the place of an image stands what the teacher's own processor writes for it. Where
+the bytes of a tokenizer's tokens are not known, tokens are paired by their places (`by_text=False`), as in the
+universal logit distillation of Boizard et al. (arXiv 2402.12030).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
+
+from lowtide.data.batches.images import ImageReader, ReadyImage, identity
+from lowtide.ragged import SegmentImage
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,8 @@ class Read(NamedTuple):
     prompt: list[int]
     completion: list[int]
     spans: list[Span]
+    images: list[SegmentImage]
+    """Those of the prompt, made ready for the teacher; what they start at is a place in its tokens."""
 
 
 @functools.cache
@@ -142,6 +148,8 @@ class TwoTokenizers:
         self.student, self.teacher, self.ends, self.without_ends = student, teacher, frozenset(ends), without_ends
         self.ours = TokenBytes(student, "the student") if by_text else None
         self.theirs = TokenBytes(teacher, "teacher_model") if by_text else None
+        self.reader: ImageReader | None = None
+        """Makes images ready for the teacher, where rows show some."""
 
     @functools.cached_property
     def common(self) -> tuple[list[int], list[int]]:
@@ -150,28 +158,64 @@ class TwoTokenizers:
         pairs = sorted((number, ours[token]) for token, number in theirs.items() if token in ours)
         return [own for _, own in pairs], [number for number, _ in pairs]
 
-    def read(self, prompt: Sequence[int], completion: Sequence[int]) -> Read:
+    def read(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        images: Sequence[SegmentImage] = (),
+        known: dict[Any, ReadyImage] | None = None,
+    ) -> Read:
         """The teacher's tokens of what the student's stand for, and what of the completion is compared.
 
         Args:
             prompt: the student's tokens before what is learned.
             completion: those that are learned, with their end if they have one.
+            images: those among the tokens of the prompt.
+            known: images that were made ready for the teacher before, which is added to.
+
+        Raises:
+            ValueError: the teacher's tokens of the prompt have no place for each image, or its processor takes one not.
         """
         completion = list(completion)
         ended = bool(completion) and completion[-1] in self.ends
         content = completion[:-1] if ended else completion
         text, lengths = self._text(content)
         theirs: Any = self.teacher(text, add_special_tokens=False)["input_ids"]
-        before: Any = self.teacher(self._text(prompt)[0])["input_ids"]
+        before, shown = self._prompt(prompt, images, {} if known is None else known)
         end = self.teacher.eos_token_id
-        if before and before[-1] == end:
-            before = before[:-1]
         spans = self._spans(lengths, theirs, text)
         if end is not None:
             if ended and not self.without_ends.ours and not self.without_ends.theirs:
                 spans.append(Span(range(len(content), len(content) + 1), range(len(theirs), len(theirs) + 1)))
             theirs = [*theirs, end]
-        return Read(list(before), list(theirs), spans)
+        return Read(before, list(theirs), spans, shown)
+
+    def _prompt(
+        self, prompt: Sequence[int], images: Sequence[SegmentImage], known: dict[Any, ReadyImage]
+    ) -> tuple[list[int], list[SegmentImage]]:
+        """The teacher's tokens of a prompt, without an end, and the images among them."""
+        texts, start, ready = [], 0, []
+        for image in images:
+            assert self.reader is not None, "rows show images"
+            assert image.source is not None, "rows of a data set say where their images come from"
+            stored, first = image.source.stored, image.start - image.source.before
+            texts.append(self._text(prompt[start:first])[0])
+            start = first + image.source.tokens
+            ready.append(known.get(identity(stored)) or self.reader.ready(stored))
+            known[identity(stored)] = ready[-1]
+        texts.append(self._text(prompt[start:])[0])
+        mark = "" if self.reader is None else self.reader.processor.image_token
+        ids: list[int] = list(cast(Any, self.teacher(mark.join(texts)))["input_ids"])
+        if ids and ids[-1] == self.teacher.eos_token_id:
+            ids.pop()
+        if self.reader is None:
+            return ids, []
+        if (places := ids.count(self.reader.mark)) != len(ready):
+            raise ValueError(
+                f"a prompt shows {len(ready)} images, and the text of it has {places} places of images for the teacher "
+                f"({mark!r}): take such texts out of the rows"
+            )
+        return _with_images(ids, self.reader.mark, ready)
 
     def _text(self, ids: Sequence[int]) -> tuple[str, list[int]]:
         """What the student's tokens say, and how many bytes of it each does."""
@@ -191,6 +235,19 @@ class TwoTokenizers:
             _tell_of_unknown(type(self.teacher).__name__)
             return []
         return aligned(own, other)
+
+
+def _with_images(ids: Sequence[int], mark: int, images: Sequence[ReadyImage]) -> tuple[list[int], list[SegmentImage]]:
+    """Tokens with those of images in the places of their marks, and the images among them."""
+    left, tokens, shown = iter(images), [], []
+    for each in ids:
+        if each != mark:
+            tokens.append(each)
+            continue
+        image = next(left)
+        shown.append(replace(image.shown, start=len(tokens) + image.shown.start))
+        tokens += image.token_ids
+    return tokens, shown
 
 
 def spoken(pieces: Sequence[bytes]) -> tuple[str, list[int]]:

@@ -147,7 +147,7 @@ class ReferenceMaker:
         if requested is not None:
             frozen = self._loaded(requested, model, tokenizer)
             if self.sees_images:
-                check_reads_alike(model, frozen, self.what)
+                self._check_images(model, frozen)
         elif frozen is None and sharded:
             raise ValueError(
                 "the model came sharded, so that no copy of it can be the reference: "
@@ -172,6 +172,10 @@ class ReferenceMaker:
             STORAGES[args.ref_model_storage](reference.model, args.device)
         split_over(reference.model, sequence_of(model))
         return Reference(reference, self._text(reference.model, own_model=copied))
+
+    def _check_images(self, model: nn.Module, reference: nn.Module) -> None:
+        """Refuses a reference that does not take the images of rows as the model does."""
+        check_reads_alike(model, reference, self.what)
 
     def _streamed(self, requested: Any, model: nn.Module, *, copied: bool) -> Any:
         """What is loaded so that it can be streamed, if it is to be: a copy of the policy lies in no file, and its

@@ -25,6 +25,7 @@ from lowtide.engine.weights.model_init import config_init, model_init
 from lowtide.process.ways_out import in_python
 from lowtide.run.engine import Engine, prompts_unlike
 from lowtide.run.inputs.arguments import check_kind
+from lowtide.run.inputs.images import image_reader, is_processor, rows_to_prove
 from lowtide.run.inputs.loading import model_name, stop_ids
 from lowtide.run.references import (
     Reference,
@@ -83,6 +84,8 @@ class TeacherMaker(ReferenceMaker):
                 f"{' and '.join(given)} {'are' if init else 'is'} for a teacher that is loaded by its name, and "
                 f"{found}: leave {'them' if init else 'it'} out, or pass the teacher's name"
             )
+        self._other: tuple[TwoTokenizers, Any] | None = None
+        """Of a teacher with tokens of its own: both tokenizers, and what its own came in, which may read images too."""
         self.in_dtype_of_policy = not teacher_init(vars(args)).keys() & {"dtype", "quantization_config"}
         super().__init__(args, requested, adapters_came=adapters_came)
 
@@ -163,13 +166,34 @@ class TeacherMaker(ReferenceMaker):
         theirs = load_tokenizer(name, **init)
         assert student is not None, "a student that reads texts has a tokenizer"
         ends_apart = WithoutEnds(args.uld_skip_student_eos, args.uld_skip_teacher_eos)
-        return TwoTokenizers(
+        made = TwoTokenizers(
             student,
             getattr(theirs, "tokenizer", theirs),
             ends=stop_ids(model, student),
             by_text=args.use_extended_uld,
             without_ends=ends_apart,
         )
+        self._other = made, theirs
+        return made
+
+    def _check_images(self, model: nn.Module, reference: nn.Module) -> None:
+        """Of a teacher with tokens of its own: has images made ready for it by its own processor.
+
+        Raises:
+            ValueError: it, or what came as its tokenizer, reads text alone.
+        """
+        if not self.args.own_tokens:
+            super()._check_images(model, reference)
+        if self._other is None:
+            return
+        tokenizers, theirs = self._other
+        tokenizers.reader = image_reader(reference, theirs)
+        if tokenizers.reader is None:
+            reads = type(causal_model(reference) if is_processor(theirs) else theirs).__name__
+            raise ValueError(
+                f"rows show images, and teacher_model ({_title(reference)}) reads text alone ({reads}): take a "
+                "vision-language model as teacher, with its processor beside it (or in teacher_tokenizer_name_or_path)"
+            )
 
     def _runs(self, frozen: nn.Module, engine: Engine) -> dict[str, Any]:
         """Without padding where the teacher itself is proved to keep segments apart."""
@@ -180,7 +204,9 @@ class TeacherMaker(ReferenceMaker):
         if whole and not getattr(inner, "is_quantized", False):
             frozen.to(self.args.device)
         implementation = attention_implementation(inner.config) or "eager"
-        shown = ImageProof(frozen, engine.images) if engine.images and encodes_images(frozen) else None
+        reader = None if self._other is None else self._other[0].reader
+        rows = engine.images if reader is None else rows_to_prove(reader)
+        shown = ImageProof(frozen, rows) if rows and encodes_images(frozen) else None
         found = probe(frozen)
         isolated = found.isolated and (shown is None or shown.why_not_ragged(frozen) is None)
         if self.sees_prefixes:

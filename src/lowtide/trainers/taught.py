@@ -45,11 +45,6 @@ class TaughtTrainer(ReferenceTrainer):
                 "use_uld_loss=True compares with a teacher of other tokens, and the teacher is the student without its "
                 "adapters: set teacher_model_name_or_path, or use_uld_loss=False"
             )
-        if tokenizers is not None and self.training_run.shows_images:
-            raise ValueError(
-                "use_uld_loss=True aligns texts, and rows show images: leave it at False, with a teacher of the "
-                "student's tokens"
-            )
 
     def _writer(self, who: str, teacher: ReferenceModel | None) -> Writer:
         model = self.training_run.model if teacher is None else teacher.model

@@ -166,6 +166,18 @@ def test_a_teacher_sees_the_images_too(family: str, tmp_path: Path) -> None:
     assert_stepped(run, plain, total / count)
 
 
+def forward_inputs(own: Any, row: dict[str, Any], ids: Tensor, answer: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a model's own forward takes of the tokens of a row whose prompt is answered so."""
+    inputs: dict[str, Any] = {}
+    if row["images"]:
+        made_of = padded(own, [row["prompt"] + answer], [row["images"]])
+        inputs = {k: v for k, v in made_of.items() if k not in ("input_ids", "attention_mask")}
+    inputs |= {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
+    if "mm_token_type_ids" in own.model_input_names:
+        inputs["mm_token_type_ids"] = (ids[None] == own.image_token_id).int()
+    return inputs
+
+
 @pytest.mark.parametrize("options", [{"lmbda": 1.0}, {"lmbda": 0.0, "seq_kd": True}], ids=["student", "teacher"])
 @pytest.mark.parametrize("family", slow_but(["qwen2_5_vl"], FAMILIES))
 def test_completions_are_written_after_the_images(family: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -187,14 +199,7 @@ def test_completions_are_written_after_the_images(family: str, options: dict[str
         ids = batch.token_ids[part.start : part.stop]
         first = int(batch.score_index[part.score_start]) - part.start + 1
         written = ids[first:].tolist()
-        answer = [assistant(own.tokenizer.decode(written))]
-        inputs: dict[str, Any] = {}
-        if row["images"]:
-            made_of = padded(own, [row["prompt"] + answer], [row["images"]])
-            inputs = {k: v for k, v in made_of.items() if k not in ("input_ids", "attention_mask")}
-        inputs |= {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
-        if "mm_token_type_ids" in own.model_input_names:
-            inputs["mm_token_type_ids"] = (ids[None] == own.image_token_id).int()
+        inputs = forward_inputs(own, row, ids, [assistant(own.tokenizer.decode(written))])
         prompt = {k: v[:, :first] if v.shape[:2] == ids[None].shape else v for k, v in inputs.items()}
         never = {"suppress_tokens": [own.image_token_id]}
         with torch.no_grad():
@@ -204,6 +209,70 @@ def test_completions_are_written_after_the_images(family: str, options: dict[str
         ours = student(**inputs).logits[0, first - 1 : -1]
         total, count = total + jensen_shannon(ours, theirs).sum(), count + len(written)
     assert_stepped(run, student, total / count)
+
+
+class OtherFamily:
+    """A run of GOLD, whose teacher is of another family than the student, and what the teacher reads in it."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.own, self.theirs = processor("qwen2_5_vl"), processor("idefics3")
+        for each in (self.theirs, vision_model("idefics3").config):
+            each.save_pretrained(folder / "teacher")
+        made = [{"images": row["images"], "messages": row["prompt"] + row["chosen"]} for row in mixed()]
+        options |= {"use_uld_loss": True, "teacher_tokenizer_name_or_path": str(folder / "teacher")}
+        given = {"teacher_model": vision_model("idefics3", seed=1).double()}
+        self.run = trainer("GOLD", "qwen2_5_vl", folder, made, given, **options)
+        self.reads: list[Any] = []
+        tokenizers = self.run.training_run.tokenizers
+        read = tokenizers.read
+        tokenizers.read = lambda *args: (self.reads.append(read(*args)), self.reads[-1])[1]
+
+    def prompt(self, row: dict[str, Any]) -> Any:
+        """What the teacher's processor makes of the student's text, with its own mark of images in it."""
+        text = self.own.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        how = {"return_tensors": "pt", "add_special_tokens": False}
+        return self.theirs(
+            text=[text.replace("<|image_pad|>", "<image>")], images=[row["images"]] if row["images"] else None, **how
+        )
+
+
+def test_a_teacher_of_another_family_reads_images_by_its_own_processor(tmp_path: Path) -> None:
+    """Probabilities in falling order, at each token; both have bytes for tokens."""
+    both = OtherFamily(tmp_path, lmbda=0.0)
+    labels = [torch.tensor(row["labels"]) for row in both.run.train_dataset]
+    both.run.train()
+    student, teacher = vision_model("qwen2_5_vl").double().train(), vision_model("idefics3", seed=1).double()
+    total = torch.zeros((), dtype=torch.float64)
+    for row, label, found in zip(mixed(), labels, both.reads, strict=True):
+        read, answer = both.prompt(row), label[label >= 0]
+        assert found.prompt == read["input_ids"][0].tolist()
+        ids = torch.cat([read["input_ids"], answer[None]], 1)
+        with torch.no_grad():
+            logits = teacher(**{**read, "input_ids": ids, "attention_mask": torch.ones_like(ids)}).logits
+        p = logits[0, -len(answer) - 1 : -1].softmax(-1)
+        q = plain_logits("qwen2_5_vl", student, row, row["chosen"])[0][label[1:] >= 0].softmax(-1)
+        apart = q.sort(-1, descending=True).values - p.sort(-1, descending=True).values
+        total = total + apart.abs().sum(-1).mean() / ROWS
+    assert_stepped(both.run, student, total)
+
+
+@pytest.mark.slow
+def test_it_reads_them_before_what_the_student_writes(tmp_path: Path) -> None:
+    both = OtherFamily(tmp_path, lmbda=1.0, max_completion_length=6)
+    both.run.train()
+    assert both.run.state.log_history[0]["completions/mean_length"] > 0
+    for row, found in zip(mixed(), both.reads, strict=True):
+        assert found.prompt == both.prompt(row)["input_ids"][0].tolist()
+        assert len(found.images) == len(row["images"])
+
+
+def test_one_that_reads_text_alone_is_refused(tmp_path: Path) -> None:
+    made = [{"images": row["images"], "messages": row["prompt"] + row["chosen"]} for row in mixed()]
+    theirs, given = processor("idefics3"), {"teacher_model": vision_model("idefics3")}
+    theirs.tokenizer.save_pretrained(tmp_path / "text")
+    options = {"use_uld_loss": True, "teacher_tokenizer_name_or_path": str(tmp_path / "text")}
+    with pytest.raises(ValueError, match="reads text alone"):
+        trainer("GOLD", "qwen2_5_vl", tmp_path, made, given, **options)
 
 
 def another(**changes: Any) -> Any:

@@ -16,7 +16,7 @@ import datasets
 import torch
 from torch import Tensor
 
-from lowtide.ragged import PositionRule, SegmentImage
+from lowtide.ragged import ImageSource, PositionRule, SegmentImage
 from lowtide.score_rules import IGNORE
 
 Stored = Mapping[str, Any]
@@ -80,7 +80,9 @@ class ImageReader:
         inputs = {name: value for name, value in made.items() if name not in OF_TEXT and isinstance(value, Tensor)}
         kinds = next((made[name][0].tolist() for name in KINDS if name in made), [0] * len(ids))
         marked = tuple(sorted({token for token, kind in zip(ids, kinds, strict=True) if kind}))
-        shown = SegmentImage(inputs, ids.index(self.place), ids.count(self.place), hash(identity(stored)), marked)
+        first = ids.index(self.place)
+        source = ImageSource(stored, first, len(ids))
+        shown = SegmentImage(inputs, first, ids.count(self.place), hash(identity(stored)), marked, source)
         return ReadyImage(ids, shown)
 
     def token_ids(self, text: str, stored: Sequence[Stored]) -> list[int]:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.data.batches.images import ReadyImage
 from lowtide.data.batches.values import LIKELIHOOD, SPAN_BASE, SPAN_TEACHER, TEACHER
 from lowtide.data.two_tokenizers import Read, TwoTokenizers
 from lowtide.ops.logits.across_vocabularies import LEAST, NO_SPAN
-from lowtide.ragged import WEIGHT, RaggedBatch
+from lowtide.ragged import WEIGHT, RaggedBatch, Shown
 from lowtide.score_rules import IGNORE, NEXT_TOKEN, OWN_TOKEN
 from lowtide.step.runner import StepRunner
 from lowtide.trainers.references.ahead import scored_ahead
@@ -40,7 +41,8 @@ class Reader:
         Raises:
             ValueError: a row is not one text with one completion.
         """
-        rows = [self._row(batch, number) for number in range(len(batch.segments))]
+        known: dict[Any, ReadyImage] = {}
+        rows = [self._row(batch, number, known) for number in range(len(batch.segments))]
         found = scored_ahead(self.runner, self._theirs(rows), self._scorer)
         base, weights = torch.full((batch.scores,), NO_SPAN), torch.zeros(batch.scores)
         places, bases, others, goes_with, first = [], [], [], [], 0
@@ -97,7 +99,7 @@ class Reader:
         """The token of a span whose distribution is taken: the last, or the first."""
         return -1 if self._next else 0
 
-    def _row(self, batch: RaggedBatch, number: int) -> Read:
+    def _row(self, batch: RaggedBatch, number: int, known: dict[Any, ReadyImage]) -> Read:
         part = batch.segments[number]
         scores = slice(part.score_start, part.score_stop)
         index, completion = batch.score_index[scores].tolist(), batch.score_target[scores].tolist()
@@ -108,14 +110,17 @@ class Reader:
                 "turns='whole' and leave assistant_only_loss and completion_only_loss out"
             )
         stop = first + 1 if index else part.stop
-        return self.tokenizers.read(batch.token_ids[part.start : stop].tolist(), completion)
+        shown = batch.segment_images[number]
+        return self.tokenizers.read(batch.token_ids[part.start : stop].tolist(), completion, shown, known)
 
     def _theirs(self, rows: Sequence[Read]) -> RaggedBatch:
         """The batch that the teacher reads; of each row the scores are the tokens of its completion."""
         prompts = [row.prompt or [self.tokenizers.teacher.eos_token_id or 0] for row in rows]
         tokens = [[*prompt, *row.completion] for prompt, row in zip(prompts, rows, strict=True)]
         labels = [[IGNORE] * len(prompt) + row.completion for prompt, row in zip(prompts, rows, strict=True)]
-        return RaggedBatch.from_segments(tokens, labels, score_rule=NEXT_TOKEN if self._next else OWN_TOKEN)
+        reader, rule = self.tokenizers.reader, NEXT_TOKEN if self._next else OWN_TOKEN
+        shown = None if reader is None else Shown([row.images for row in rows], reader.position_rule)
+        return RaggedBatch.from_segments(tokens, labels, score_rule=rule, shown=shown)
 
     def _scorer(self, part: RaggedBatch) -> Tensor:
         """[scores, 1 + hidden]: log-probabilities and hidden states, in float32."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from lowtide.cli.main import main
 from lowtide.demo.answers import answers, exact_match
@@ -59,7 +60,7 @@ def test_preferences_are_counted_before_and_after(tmp_path, command, capsys, met
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", slow_but(["distillation"], ["distillation", "sdft"]))
+@pytest.mark.parametrize("method", slow_but(["gold"], ["gold", "sdft"]))
 def test_what_comes_before_is_trained_by_its_own_command(tmp_path, command, capsys, monkeypatch, method):
     lesson = LESSONS[method]
     monkeypatch.setitem(LESSONS, method, replace(lesson, taught=2, teacher=min(lesson.teacher, 3)))
@@ -69,6 +70,9 @@ def test_what_comes_before_is_trained_by_its_own_command(tmp_path, command, caps
     for folder, steps in {"taught": 2, **({"teacher": 3} if lesson.teacher else {})}.items():
         assert yaml.safe_load((tmp_path / folder / "sft.yaml").read_text())["max_steps"] == steps
         assert (tmp_path / folder / "model" / "model.safetensors").is_file()
+    if lesson.teacher_base is not None:
+        ours, theirs = (AutoTokenizer.from_pretrained(tmp_path / name / "model") for name in ("taught", "teacher"))
+        assert ours.get_vocab() != theirs.get_vocab()
     assert yaml.safe_load((tmp_path / f"{method}.yaml").read_text())["model"] == str(tmp_path / "taught" / "model")
     assert "exact answers" in capsys.readouterr().out
 

@@ -17,8 +17,7 @@ MOST_LINES = 250
 LONGER = {"grpo", "online-dpo", "ppo"}
 """Methods that were there before the limit."""
 WITHOUT_DEMO = {
-    *("orpo", "cpo", "bco", "sequence-classification", "gold", "iw-opd"),
-    *("sdpo", "a2po", "rloo", "online-dpo", "ppo"),
+    *("orpo", "cpo", "bco", "sequence-classification", "rloo", "online-dpo", "ppo"),
 }
 """Methods of which no lesson is known that a tiny model learns within two minutes, or none was tried."""
 

@@ -14,7 +14,7 @@ from lowtide.demo.data import Question, dialogue_rows, told_rows
 from lowtide.demo.detecting import make_discriminator, most_suspect, with_wrong_digit
 from lowtide.demo.hidden import filled, make_encoder, sum_of_last_digits, text_rows
 from lowtide.demo.judging import judged_rows, judgements, shown, verdict
-from lowtide.demo.model import save
+from lowtide.demo.model import make_with_other_tokens, save
 from lowtide.demo.preferences import labelled_rows, margins, pair_rows, triple_rows, wrong_sum
 from lowtide.demo.tagging import marked, predicted_labels, save_tagger, tagged, tagged_rows
 from lowtide.demo.translating import make_encoder_decoder, pair_of_texts, targets_of
@@ -54,8 +54,9 @@ class Lesson:
     """The demo of one method."""
 
     steps: int
-    """As many as reach 90%; for GRPO those of two minutes, which take a model from some 70% to 80%; for replaced-token
-detection those of one minute; for methods with a teacher as many as bring a student from a third to more than half."""
+    """As many as reach 90%; for methods whose completions are rewarded those of two minutes, which take a model from
+    some 70% to 80%; for replaced-token detection those of one minute; for methods with a teacher as many as bring a
+    student from a third to more than half."""
     settings: Mapping[str, Any]
     """What `lowtide METHOD` is told beyond `COMMON`."""
     rows: Callable[[Question], Iterator[dict[str, Any]]]
@@ -78,7 +79,9 @@ detection those of one minute; for methods with a teacher as many as bring a stu
     taught_rows: Callable[[Question], Iterator[dict[str, Any]]] = dialogue_rows
     """The rows of these."""
     teacher: int = 0
-    """Steps of supervised fine-tuning that make a teacher of the same base, for a method that has one."""
+    """Steps of supervised fine-tuning that make a teacher, for a method that has one."""
+    teacher_base: Callable[[Path, int], None] | None = None
+    """As `base`, of the teacher; None for the same."""
 
 
 def _written(folder: Path, questions: Sequence[Question], name: str, seed: int) -> list[Finding]:
@@ -176,6 +179,13 @@ REWARDED: dict[str, Any] = WRITING | {"reward_funcs": ["exact_answer"]}
 IN_GROUPS = REWARDED | {"num_generations": 8, "per_device_train_batch_size": 256}
 FROM_TEACHER: dict[str, Any] = WRITING | {"per_device_train_batch_size": 128, "learning_rate": 1e-3}
 
+OF_ROWS_TAUGHT: dict[str, Any] = OF_ROWS | {
+    "temperature": 1.0,
+    "learning_rate": 2e-3,
+    "warmup_steps": 10,
+    "per_device_train_batch_size": 128,
+}
+
 LESSONS: dict[str, Lesson] = {
     "sft": Lesson(
         steps=360,
@@ -259,15 +269,37 @@ LESSONS: dict[str, Lesson] = {
         150,
         teacher=300,
         steps=80,
-        settings=OF_ROWS
-        | {
-            "max_new_tokens": 16,
-            "temperature": 1.0,
-            "learning_rate": 2e-3,
-            "warmup_steps": 10,
-            "per_device_train_batch_size": 128,
-        },
+        settings=OF_ROWS_TAUGHT | {"max_new_tokens": 16},
         rows=dialogue_rows,
+    ),
+    "gold": _written_after(
+        150,
+        teacher=300,
+        teacher_base=functools.partial(save, make=make_with_other_tokens),
+        steps=80,
+        settings=OF_ROWS_TAUGHT | {"max_completion_length": 16, "use_uld_loss": True, "uld_use_hybrid_loss": True},
+        rows=dialogue_rows,
+    ),
+    "iw-opd": _written_after(
+        150,
+        teacher=300,
+        steps=150,
+        settings=WRITING | {"per_device_train_batch_size": 256, "learning_rate": 6e-4},
+    ),
+    "a2po": _written_after(190, steps=150, settings=REWARDED | {"per_device_train_batch_size": 256}),
+    "sdpo": _written_after(
+        190,
+        steps=120,
+        settings=REWARDED
+        | {
+            "distillation_mode": "full_logits",
+            "distillation_alpha": 0.5,
+            "reprompt_template": "{prompt}{solution}{feedback}",  # as `told_rows` tell it
+            "solution_template": "\n{successful_previous_attempt}",
+            "num_generations": 4,
+            "per_device_train_batch_size": 256,
+        },
+        taught_rows=told_rows,
     ),
     "grpo": _written_after(190, steps=240, settings=IN_GROUPS),
     "gmpo": _written_after(190, steps=240, settings=IN_GROUPS),

@@ -15,6 +15,8 @@ from lowtide.demo.data import PHRASINGS
 PAD, UNKNOWN, START, END = "<|pad|>", "<|unknown|>", "<|im_start|>", "<|im_end|>"
 PIECES = r"\d|[A-Za-z]+ ?| ?[^\w\s] ?|\s"
 """A digit, a word with the space after it, a sign with the spaces around it, or white space."""
+OTHER_PIECES = r"\d| ?[A-Za-z]+| ?[^\w\s]|\s"
+"""Another way to cut the same texts: a digit, a word or a sign with the space before it, or white space."""
 TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -30,12 +32,16 @@ SMALL: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 192, "num_hidde
 """The size of the demo's models."""
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of the words and signs that the dialogues are made of; decoding gives the text back exactly."""
-    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+def make_tokenizer(pieces: str = PIECES) -> PreTrainedTokenizerFast:
+    """A tokenizer of the words and signs that the dialogues are made of; decoding gives the text back exactly.
+
+    Args:
+        pieces: how it cuts a text, as a regular expression.
+    """
+    split = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     texts = ["0123456789", " + ", " = ", ", so ", "user", "assistant", "\n", *(p.format("") for p in PHRASINGS)]
-    pieces = [piece for text in texts for piece, _ in split.pre_tokenize_str(text)]
-    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys([PAD, UNKNOWN, START, END, *pieces]))}
+    words = [piece for text in texts for piece, _ in split.pre_tokenize_str(text)]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys([PAD, UNKNOWN, START, END, *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.Fuse()
@@ -67,6 +73,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         eos_token_id=vocabulary[END],
     )
     return Qwen3ForCausalLM(config)
+
+
+def make_with_other_tokens(seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """A model as that of `make_model`, and a tokenizer that cuts the same texts into other tokens."""
+    tokenizer = make_tokenizer(OTHER_PIECES)
+    return make_model(tokenizer, seed), tokenizer
 
 
 def save(folder: Path, seed: int, make: Callable[[int], Iterable[Any]] | None = None) -> None:

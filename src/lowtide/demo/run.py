@@ -106,16 +106,19 @@ def _taught(
 ) -> dict[str, str] | None:
     """The option of the model to begin with and, where there is a teacher, its own: a base model, after supervised
     fine-tuning where the lesson says so. None where that failed."""
-    models = {"model": str(base)}
-    for name, option, steps in (
-        ("taught", "model", lesson.taught),
-        ("teacher", "teacher_model_name_or_path", lesson.teacher),
+    models, base_of_teacher = {"model": str(base)}, base
+    if lesson.teacher_base is not None:
+        base_of_teacher = folder / "teacher" / "base"
+        lesson.teacher_base(base_of_teacher, seed)
+    for name, option, begun, steps in (
+        ("taught", "model", base, lesson.taught),
+        ("teacher", "teacher_model_name_or_path", base_of_teacher, lesson.teacher),
     ):
         if not steps:
             continue
         data, model = folder / name / "train.jsonl", folder / name / "model"
         write_rows((row for question in questions for row in lesson.taught_rows(question)), data)
-        settings = {"model": str(base), "dataset": str(data), "output_dir": str(model)}
+        settings = {"model": str(begun), "dataset": str(data), "output_dir": str(model)}
         run_file = folder / name / "sft.yaml"
         last = {"max_steps": steps, "seed": seed}
         run_file.write_text(yaml.safe_dump(settings | COMMON | dict(LESSONS["sft"].settings) | last, sort_keys=False))

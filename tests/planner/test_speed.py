@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lowtide.ops.attention.attention_blocks import Part, block_kernel
 from lowtide.ops.attention.attention_plan import AttentionPlan
 from lowtide.ops.attention.varlen_attention import rules_of, varlen_attention
-from lowtide.ops.layers.adapted_groups import adapted_groups
+from lowtide.ops.layers.adapted_experts import AdaptedStack, Pairs, summed_over_experts, taken_by_experts
 from lowtide.ops.logits.linear_logprobs import Term, linear_logprobs
 from lowtide.planner.devices import DEVICES, DISPATCH_SECONDS, Device, Rates
 from lowtide.planner.speed import OperationCosts
@@ -173,9 +173,14 @@ def test_experts_compute_each_token_once():
         F.grouped_mm(x, weight, offs=ends).sum().backward()
     assert mode.costs.flops == 3 * 2 * 12 * 16 * 8
     first, second = torch.ones(3, 16, 2, requires_grad=True), torch.ones(3, 2, 8, requires_grad=True)
+    stack, pairs = AdaptedStack(weight.detach(), first, second), Pairs(torch.arange(12) % 6, ends)
+    each = 2 * 12 * (2 * 16 * 8 + 3 * (16 * 2 + 2 * 8))
     with FakeTensorMode(allow_non_fake_inputs=True), Counted() as mode:
-        adapted_groups(x, weight.detach(), first, second, ends).sum().backward()
-    assert mode.costs.flops == 2 * 12 * (2 * 16 * 8 + 3 * (16 * 2 + 2 * 8))
+        taken_by_experts(x[:6], stack, pairs).sum().backward()
+    assert mode.costs.flops == each
+    with FakeTensorMode(allow_non_fake_inputs=True), Counted() as mode:
+        summed_over_experts(x, stack, pairs, 6).sum().backward()
+    assert mode.costs.flops == each
 
 
 # -- time ---------------------------------------------------------------------------------------------------------

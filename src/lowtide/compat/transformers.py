@@ -574,6 +574,16 @@ def stack_names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
+def are_two_products(experts: Any) -> bool:
+    """Whether a module is whole experts of which each is a product, a gate or an activation, and a product."""
+    return has_stacks(experts) and not experts.has_post_expert_norm and not experts._is_expert_parallel
+
+
+def between_products(experts: Any, x: Tensor) -> Tensor:
+    """What is between the two products of experts, of what came of the first."""
+    return experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
+
+
 def run_in_groups(experts: Any) -> bool:
     """Whether a module is the experts of a mixture whose stacks of weights are multiplied by groups of tokens."""
     return has_stacks(experts) and experts_implementation(experts.config) == GROUPED

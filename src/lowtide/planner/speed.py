@@ -24,7 +24,7 @@ from lowtide.compat.torch import (
     packet_of,
     storage_id,
 )
-from lowtide.ops.layers.adapted_groups import BACKWARD, FORWARD
+from lowtide.ops.layers.adapted_experts import BACKWARD, FORWARD
 from lowtide.ops.layers.float8 import FORMAT
 from lowtide.planner.devices import Device
 
@@ -256,17 +256,17 @@ def _grouped_product(one: Tensor, other: Tensor) -> int:
 
 
 @register_flop_formula(FORWARD)
-def _adapted_groups(
-    x: torch.Size, stack: torch.Size, first: torch.Size, second: torch.Size, *_: torch.Size, **__: Any
+def _adapted_experts(
+    x: torch.Size, stack: Sequence[torch.Size], pairs: Sequence[torch.Size], *_: Any, **__: Any
 ) -> int:
-    return 2 * x[0] * (stack[1:].numel() + first[1:].numel() + second[1:].numel())
+    return 2 * pairs[0][0] * sum(each[1:].numel() for each in stack)
 
 
 @register_flop_formula(BACKWARD)
-def _adapted_groups_backward(grad: torch.Size, x: torch.Size, low: torch.Size, *weights: torch.Size, **_: Any) -> int:
-    """The stack gets no gradient, and its input and factors do."""
-    stack, first, second = weights[:3]
-    return 2 * x[0] * (stack[1:].numel() + 2 * first[1:].numel() + 2 * second[1:].numel())
+def _adapted_experts_backward(grad: torch.Size, x: torch.Size, low: torch.Size, *given: Any, **_: Any) -> int:
+    """The weights get no gradient, and their input and factors do."""
+    (weight, first, second), (tokens, _) = given[:2]
+    return 2 * tokens[0] * (weight[1:].numel() + 2 * first[1:].numel() + 2 * second[1:].numel())
 
 
 IN_PLACE = {aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm}

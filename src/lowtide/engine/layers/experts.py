@@ -3,8 +3,8 @@
 The weights of a layer's experts are one parameter, a stack [experts, out, in]. PEFT adapts it (`target_parameters`) by
 adding `B A` of every expert to it in each forward: a second stack, whose gradient is a third one. Here each expert's
 tokens go through `x W' + (x A') B'` in products grouped by expert, so that beside the weights nothing of their size is
-made. A stack that is quantized (`ops.layers.stacks`) is made dense for one product at a time, in forward and once
-more in backward.
+made. On a CPU no expert's inputs and outputs are made for all tokens either (`ops.layers.adapted_experts`). A stack
+that is quantized (`ops.layers.stacks`) is made dense for one product at a time, in forward and once more in backward.
 
 Exact: it is the same sum in another order. PEFT's own way is left where experts are computed by a function that takes
 no groups (`experts_implementation`), where adapters are merged, and where several are on at once; quantized stacks are
@@ -21,8 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide.compat.peft import StackLora, adapted_stacks, stack_loras
-from lowtide.compat.transformers import grouped_experts, grouped_product, has_stacks, run_in_groups
-from lowtide.ops.layers.adapted_groups import adapted_groups
+from lowtide.compat.transformers import (
+    are_two_products,
+    between_products,
+    grouped_experts,
+    grouped_product,
+    has_stacks,
+    run_in_groups,
+    stack_names,
+)
+from lowtide.ops.layers.adapted_experts import AdaptedStack, Pairs, summed_over_experts, taken_by_experts
 from lowtide.ops.layers.stacks import StoredStack, stored_stacks
 from lowtide.ops.target import autocast_dtype, kind_of
 
@@ -63,6 +71,8 @@ def _experts_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     loras, stored = kwargs.pop(LORAS, {}), stored_stacks(self)
     if not loras and not stored:
         return type(self).forward(self, *args, **kwargs)
+    if not stored and _on_a_cpu(self):
+        return _one_after_the_other(self, loras, *args, **kwargs)
     return grouped_experts(_product)(_Experts(self, loras, stored), *args, **kwargs)
 
 
@@ -91,8 +101,6 @@ def _product(
     if isinstance(weight, Tensor):
         return grouped_product(x, weight, ends, bias, transposed=is_transposed)
     if isinstance(weight.weight, Tensor):
-        if weight.lora is not None and not weight.weight.requires_grad and kind_of(x.device) == "cpu":
-            return _adapted_on_a_cpu(x, weight.weight, weight.lora, ends, bias, is_transposed)
         out = grouped_product(x, weight.weight, ends, bias, transposed=is_transposed)
     else:
         out = _QuantizedProduct.apply(x.to(autocast_dtype(x.device) or x.dtype), weight.weight, ends, is_transposed)
@@ -107,13 +115,44 @@ def _product(
     return out + grouped_product(low, second.contiguous(), ends, transposed=is_transposed)
 
 
-def _adapted_on_a_cpu(
-    x: Tensor, stack: Tensor, lora: StackLora, ends: Tensor, bias: Tensor | None, transposed: bool
+def _on_a_cpu(experts: Any) -> bool:
+    """Whether the weights of experts are frozen, and they compute on a CPU what `_one_after_the_other` does."""
+    stacks = (getattr(experts, name) for name in stack_names(experts))
+    return are_two_products(experts) and not any(each.requires_grad or kind_of(each.device) != "cpu" for each in stacks)
+
+
+def _one_after_the_other(
+    experts: Any, loras: dict[str, StackLora], x: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
+    """What transformers' forward of experts in groups computes, for one expert after the other.
+
+    What an expert gives is linear in what its second product takes. So the token's weight of the expert multiplies
+    that, which is narrower.
+    """
+    by_expert, order = chosen.flatten().sort()
+    ends = torch.searchsorted(by_expert, torch.arange(1, experts.num_experts + 1, device=x.device))
+    pairs = Pairs(order // chosen.shape[1], ends)
+    first, second = (_adapted_stack(experts, name, loras.get(name)) for name in stack_names(experts))
+    made = taken_by_experts(x.to(first.weight.dtype), first, pairs)
+    if experts.has_bias:
+        made = made + getattr(experts, f"{stack_names(experts)[0]}_bias")[by_expert]
+    made = between_products(experts, made)
+    made = made * weights.flatten()[order, None].to(made.dtype)
+    out = summed_over_experts(made, second, pairs, x.shape[0])
+    if experts.has_bias:
+        shares = weights.new_zeros(x.shape[0], experts.num_experts).scatter_add(1, chosen, weights)
+        out = out + shares.to(out.dtype) @ experts.down_proj_bias
+    return out.to(x.dtype)
+
+
+def _adapted_stack(experts: Any, name: str, lora: StackLora | None) -> AdaptedStack:
+    stack: Tensor = getattr(experts, name)
+    if lora is None:
+        lora = StackLora(stack.new_empty(*stack.shape[:2], 0), stack.new_empty(stack.shape[0], 0, stack.shape[2]))
     left, right = (factor.to(stack.dtype) for factor in lora)
-    first, second = (left, right) if transposed else (right.mT, left.mT)
-    out = adapted_groups(x.to(stack.dtype), stack if transposed else stack.mT, first, second, ends)
-    return out if bias is None else out + bias
+    first, second = (left, right) if experts.is_transposed else (right.mT, left.mT)
+    weight = stack if experts.is_transposed else stack.mT
+    return AdaptedStack(weight, first.contiguous(), second.contiguous())  # products would copy them
 
 
 class _QuantizedProduct(torch.autograd.Function):

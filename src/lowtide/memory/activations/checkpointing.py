@@ -53,7 +53,7 @@ ATTENTION = FUSED_ATTENTION | frozenset(
 """Fused attention, by the operation's name. What is computed in the open (soft-caps and sinks on a CPU) or inside a
 compiled kernel is not among them, and is computed again."""
 PRODUCTS = frozenset(
-    {"lowtide::adapted_groups", *(f"aten::{name}" for name in ("mm", "addmm", "linear", "_scaled_mm", "_grouped_mm"))}
+    {"lowtide::adapted_experts", *(f"aten::{name}" for name in ("mm", "addmm", "linear", "_scaled_mm", "_grouped_mm"))}
 )
 """Products of activations with weights. Batched products (`bmm`) are none: open attention makes its scores by them,
 [tokens, keys] for each head, and those are the last thing to keep."""

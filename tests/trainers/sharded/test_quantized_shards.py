@@ -1,5 +1,5 @@
-"""Weights in 4 bits and in FP8 that are cut into shards, those of linear layers and of stacks of experts: two ranks train
-what one does."""
+"""Weights in 4 bits and in FP8 that are cut into shards, those of linear layers and of stacks of experts: two ranks
+train what one does."""
 
 from __future__ import annotations
 

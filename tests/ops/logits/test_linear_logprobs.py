@@ -183,6 +183,24 @@ def test_accumulating_straight_into_grad(variant):
 
 
 @pytest.mark.parametrize("variant", ["logprobs", "loss"])
+def test_two_losses_on_a_weight_that_go_backward_together_add_up(variant):
+    terms, index, target, _ = problem()
+
+    def loss(accumulate):
+        if variant == "loss":
+            return linear_loss(terms, index, target, LOSSES["nll"], accumulate=accumulate)[0]
+        return -linear_logprobs(terms, index, target, accumulate=accumulate).logprobs.sum()
+
+    grads = []
+    for accumulate in (False, True):
+        for tensor in terms[0]:
+            tensor.grad = None
+        (loss(accumulate) + 2 * loss(accumulate)).backward()
+        grads.append([tensor.grad.clone() for tensor in terms[0]])
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("variant", ["logprobs", "loss"])
 @pytest.mark.parametrize("before", [False, True])
 def test_hooks_of_a_weight_see_its_gradient(variant, before):
     (terms, index, target, _), seen = problem(), []

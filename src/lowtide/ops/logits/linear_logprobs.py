@@ -37,7 +37,6 @@ from torch import Tensor
 
 from lowtide.ops.in_place import (
     announce,
-    gradient_in_place,
     lies_here,
     lying_as,
     needs_gradient,
@@ -721,21 +720,39 @@ class _Leaves(NamedTuple):
     """Those whose gradient somebody waits for, so that autograd brings it."""
 
     @classmethod
-    def of(cls, terms: Sequence[Term]) -> _Leaves:
-        direct = [t.weight if takes_gradient_in_place(t.weight) else None for t in terms]
+    def of(cls, terms: Sequence[Term], accumulate: bool) -> _Leaves:
+        own = [takes_gradient_in_place(t.weight) for t in terms]
         leaves = [t.weight if needs_gradient(t.weight) else None for t in terms]
-        return cls(direct, [None if own is not None else leaf for own, leaf in zip(direct, leaves, strict=True)])
+        return cls(
+            [leaf if accumulate and takes else None for leaf, takes in zip(leaves, own, strict=True)],
+            [None if takes else leaf for leaf, takes in zip(leaves, own, strict=True)],
+        )
 
-    def announce(self, made: Sequence[Tensor | None]) -> None:
-        """Says which gradients autograd brings, of those that were made."""
+    def sinks(self) -> list[Tensor | None]:
+        """The `.grad` of each weight that takes its gradient directly, and has one already."""
+        there = (None if leaf is None else leaf.grad for leaf in self.direct)
+        return [None if grad is None else lies_here(grad) for grad in there]
+
+    def take(self, made: Sequence[Tensor | None], sinks: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gives weights that take their gradient directly what was made for them, and says which ones autograd brings.
+
+        What is set here, rather than returned, a tied embedding can add to, and no second copy waits.
+
+        Returns:
+            The sinks, with what was given now.
+        """
+        taken = list(sinks)
+        for number, (leaf, gradient) in enumerate(zip(self.direct, made, strict=True)):
+            if leaf is not None and gradient is not None and sinks[number] is None:
+                if leaf.grad is None:
+                    leaf.grad = lying_as(leaf, gradient)
+                else:  # of another loss on the same weight, which came first
+                    lies_here(leaf.grad).add_(gradient)
+                taken[number] = gradient
         for leaf, gradient in zip(self.hooked, made, strict=True):
             if leaf is not None and gradient is not None:
                 announce(leaf)
-
-
-def _sinks(leaves: Sequence[Tensor | None], accumulate: bool) -> list[Tensor | None]:
-    """The `.grad` of each weight that takes its gradient directly, made if it is not there yet."""
-    return [gradient_in_place(weight) if accumulate and weight is not None else None for weight in leaves]
+        return taken
 
 
 class _Cut(NamedTuple):
@@ -794,7 +811,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.spec, ctx.dtype = spec, head.dtype
         ctx.met = None if spec.split is None else scores  # what ranks told each other is not asked again
         # What comes back from under hooks for saved tensors is not the parameter itself, and has no `.grad` of its own.
-        ctx.leaves = _Leaves.of(terms)
+        ctx.leaves = _Leaves.of(terms, spec.accumulate)
         ctx.save_for_backward(index, target, bias, stats.lse, stats.entropies, *flat)
         ctx.set_materialize_grads(False)  # statistics that are only looked at cost nothing in backward
         ctx.mark_non_differentiable(top1, collisions)
@@ -813,7 +830,7 @@ class _LinearLogprobs(torch.autograd.Function):
             return None, None, None, None, *_spread(ctx.formed, of_logprobs, scores, terms)
         last, ctx.last = ctx.last if of_entropies is None and of_means is None else None, None
         buffer, kept = (head.workspace(), None) if last is None else (last.slopes, last.span)
-        sinks = _sinks(ctx.leaves.direct, spec.accumulate)
+        sinks = ctx.leaves.sinks()
         gradients = _Gradients(head, terms, bias, ctx.needs_input_grad[3:], sinks)
         with torch.autocast(index.device.type, enabled=False):
             for span, xs, logits in head.chunks(buffer, kept):
@@ -822,7 +839,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 else:
                     _slopes_of(head, span, logits, lse, entropies, (of_logprobs, of_entropies, of_means))
                 gradients.add(span, xs, logits)
-        ctx.leaves.announce(gradients.weights)
+        sinks = ctx.leaves.take(gradients.weights, sinks)
         return None, None, None, *_returned(gradients, _Cut.of(bias, terms, spec.split), sinks)
 
 
@@ -873,9 +890,8 @@ class _LinearLoss(torch.autograd.Function):
         needs = [need and spec.grad for need in ctx.needs_input_grad[4:]]
         scores = _scores_of(spec, index, target, terms)
         head = ChunkedHead(spec, scores, bias, terms)
-        ctx.leaves = _Leaves.of(terms)
-        takes = [spec.accumulate and leaf is not None and leaf.grad is not None for leaf in ctx.leaves.direct]
-        sinks = _sinks([leaf if take else None for leaf, take in zip(ctx.leaves.direct, takes, strict=True)], True)
+        ctx.leaves = _Leaves.of(terms, spec.accumulate)
+        sinks = ctx.leaves.sinks()
         gradients = _Gradients(head, terms, bias, needs, sinks)
         total = torch.zeros((), dtype=torch.promote_types(terms[0].x.dtype, torch.float32), device=index.device)
         columns: list[RowStats] = []
@@ -890,7 +906,7 @@ class _LinearLoss(torch.autograd.Function):
                         rows.gradient(scores.of_everyone(slopes), stats.entropies)
                 if any(needs):
                     gradients.add(span, xs, logits)
-        ctx.sinks, ctx.accumulate, ctx.grad_scale = sinks, spec.accumulate, loss.grad_scale
+        ctx.sinks, ctx.grad_scale = sinks, loss.grad_scale
         ctx.gradients, ctx.cut = gradients, _Cut.of(bias, terms, spec.split)
         logprobs, entropies, means, top1, _, *rest = map(scores.own, _joined(columns, terms[0].x, len(scores.index)))
         ctx.mark_non_differentiable(logprobs, entropies, means, top1, *rest)
@@ -907,13 +923,7 @@ class _LinearLoss(torch.autograd.Function):
         ]:
             if sink is None and tensor is not None:
                 tensor.mul_(rest)
-        sinks = list(ctx.sinks)
-        for number, leaf in enumerate(ctx.leaves.direct):
-            # Set here rather than returned, so that a tied embedding can add to it and no second copy waits.
-            made = gradients.weights[number]
-            if ctx.accumulate and leaf is not None and sinks[number] is None and made is not None:
-                leaf.grad, sinks[number] = lying_as(leaf, made), made
-        ctx.leaves.announce(gradients.weights)
+        sinks = ctx.leaves.take(gradients.weights, ctx.sinks)
         return None, None, None, None, *_returned(gradients, ctx.cut, sinks)
 
 

@@ -25,6 +25,8 @@ from lowtide.ranks.world import distributed
 from lowtide.step.recovery import surviving_optimizer_step
 
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
+CLOSE = 0.99
+"""Gradients with a norm below this share of what they are clipped to stay as they are: torch would multiply all by 1."""
 
 
 class NotFiniteStep(ValueError):
@@ -130,7 +132,7 @@ class Updater:
         gradients = {p: p.grad for p in parameters_of(model) if p.grad is not None}
         norm = self.total_norm(gradients)
         self.check_norm(norm, model)
-        if clip_at is not None:
+        if clip_at is not None and (self.scaler is not None or norm.item() > CLOSE * clip_at):
             nn.utils.clip_grads_with_norm_(map(local_twin, gradients), clip_at, norm)
         return norm
 

@@ -26,7 +26,7 @@ from lowtide.step.recovery import surviving_optimizer_step
 
 REMEDIES = "Lower `learning_rate`, set `max_grad_norm`, or train in bfloat16 or float32 rather than float16"
 CLOSE = 0.99
-"""Gradients with a norm below this share of what they are clipped to stay as they are: torch would multiply all by 1."""
+"""Gradients whose norm is below this share of what they are clipped to stay as they are: torch would multiply by 1."""
 
 
 class NotFiniteStep(ValueError):

@@ -5,14 +5,14 @@ import pytest
 from bench.decode_step.__main__ import decode_step
 
 STOCK = {
-    **{"qwen-1.5b": (46, 1392), "qwen-1.5b-lora": (74, 2177), "llama-8b": (46, 1574), "llama-8b-lora": (74, 2471)},
-    "hybrid-attention-lora": (105, 3470),
+    **{"qwen-1.5b": (41, 1252), "qwen-1.5b-lora": (69, 2037), "llama-8b": (41, 1414), "llama-8b-lora": (69, 2311)},
+    "hybrid-attention-lora": (99, 3278),
     "hybrid-recurrent-lora": (119, 3909),
 }
 """Kernels of a layer, and of a step."""
 FUSED = {
-    **{"qwen-1.5b": (20, 664), "qwen-1.5b-lora": (33, 1029), "llama-8b": (20, 742), "llama-8b-lora": (33, 1159)},
-    "hybrid-attention-lora": (39, 1358),
+    **{"qwen-1.5b": (14, 496), "qwen-1.5b-lora": (27, 861), "llama-8b": (14, 550), "llama-8b-lora": (27, 967)},
+    "hybrid-attention-lora": (33, 1166),
     "hybrid-recurrent-lora": (83, 2757),
 }
 

@@ -28,7 +28,7 @@ from lowtide.compat.transformers import find_packed_rows_where
 from lowtide.engine.encoder_decoder import PairPlan, running
 from lowtide.engine.layers.rotary import Run, rows_of, runs_of
 from lowtide.engine.over_ranks.split_plan import SplitPlan
-from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
+from lowtide.ops.attention.attention_plan import NAME, PLAN, ROTARY, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.attention.chained_attention import chained_attention
 from lowtide.ops.attention.varlen_attention import AttentionRules, varlen_attention
@@ -178,7 +178,7 @@ def attention(
     if piece is not None and isinstance(plan, AttentionPlan):
         return chained_attention(module, query, key, value, plan, **asked)[None], None
     if isinstance(plan, CachedPlan):
-        return plan.attend(layer, query, key, value, asked)[None], None
+        return plan.attend(layer, query, key, value, asked, kwargs.pop(ROTARY, None))[None], None
     if isinstance(plan, SplitPlan):
         return plan.attend(module, query, key, value, asked)[None], None
     return varlen_attention(query, key, value, plan, **asked)[None], None

@@ -59,7 +59,7 @@ from lowtide.memory.kernels.layer_parts import (
     second_halves,
     takes_rotary,
 )
-from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
+from lowtide.ops.attention.attention_plan import NAME, PLAN, ROTARY, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.layers.adapted_linear import adapted_linear
 from lowtide.ops.layers.attention_half import attention_half, normed
@@ -322,8 +322,10 @@ def _through(
     layer = known.layer
     if layer.attention.parts:
         beside = {name: each for name, each in kwargs.items() if name not in PASSED}
-        attend = _Call(self.self_attn, {**beside, **known.passed_on})
         rotary = _rotary(self, kwargs)
+        if isinstance(kwargs[PLAN], CachedPlan):  # it turns what it keeps
+            beside[ROTARY], rotary = rotary, None
+        attend = _Call(self.self_attn, {**beside, **known.passed_on})
         if layer.gates.parts:
             return decoder_layer(layer, hidden_states, rotary, attend, dtype, keeps=keeps)
         half = partial(_attended, layer, rotary, attend, dtype)

@@ -27,6 +27,9 @@ from lowtide.ops.attention.varlen_attention import AttentionRules
 from lowtide.ops.recurrence.recurrence import Recurrence
 from lowtide.ops.target import kind_of
 
+Rotary = tuple[Float[Tensor, "tokens turned"], Float[Tensor, "tokens turned"]]
+"""Cosines and sines."""
+
 
 class CachedPlan(ABC):
     """How the tokens of one forward attend, and where their keys and values are kept. All layers share it."""
@@ -44,12 +47,14 @@ class CachedPlan(ABC):
         key: Float[Tensor, "tokens kv_heads dim"],
         value: Float[Tensor, "tokens kv_heads value_dim"],
         asked: AttentionRules,
+        rotary: Rotary | None = None,
     ) -> Float[Tensor, "tokens heads value_dim"]:
         """Keeps the keys and values of a layer's new tokens, and gives what these tokens gather.
 
         Args:
             layer: tells the layer from all others of the model.
             asked: what the layer asks of its attention.
+            rotary: by which queries and keys are turned first, and written over; None: they are turned.
         """
 
     @abstractmethod

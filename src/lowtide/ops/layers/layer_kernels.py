@@ -11,6 +11,7 @@ Shapes: `rows` of a norm are tokens, or heads of tokens; `width` is what it is o
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -51,24 +52,31 @@ def uses_kernels(x: Tensor) -> bool:
     return target_of(x).kind == "cuda"
 
 
-def launch(kernel: str, grid: Sequence[int], read: Sequence[Tensor], written: Sequence[Tensor], **values: Any) -> None:
-    """Runs a kernel of `ops.layers.layer_triton`.
+def launch(
+    kernel: str,
+    grid: Sequence[int],
+    read: Sequence[Tensor],
+    written: Sequence[Tensor],
+    module: str = "lowtide.ops.layers.layer_triton",
+    **values: Any,
+) -> None:
+    """Runs a kernel.
 
     Args:
         kernel: its name.
         grid: of programs.
         read: its first arguments, of any strides.
         written: those after them, contiguous; what is read too stands here alone.
+        module: that has it, which is imported where it runs.
         values: the others, by name.
     """
     first = written[0]
-    if isinstance(first, FakeTensor):
-        return  # a plan of memory: what was allocated is all there is to see
-    from lowtide.ops.layers import layer_triton
-
+    if isinstance(first, FakeTensor) or first.is_meta:
+        return  # a plan: what was allocated is all there is to see
+    kernels = importlib.import_module(module)
     whole = (each.contiguous() for each in read)  # a gradient of a sum may be one number, expanded
     with torch.cuda.device_of(first):
-        getattr(layer_triton, kernel)[tuple(grid)](*whole, *written, **values)
+        getattr(kernels, kernel)[tuple(grid)](*whole, *written, **values)
 
 
 # -- norms --------------------------------------------------------------------------------------------------------

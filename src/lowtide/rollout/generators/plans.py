@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
-from lowtide.ops.attention.cached_attention import CachedPlan, Part, as_bias, gather_from, merged, seen
+from lowtide.ops.attention.cached_attention import CachedPlan, Part, Rotary, as_bias, gather_from, merged, seen
 from lowtide.ops.attention.cached_flash import Starts, gather_used, serves, starts_of
+from lowtide.ops.attention.cached_kernels import Grouping, Kept, merge_rows, turn_and_keep
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
+from lowtide.ops.layers.layer_kernels import rotate_
 from lowtide.ops.recurrence.convolution import causal_convolution
 from lowtide.ops.recurrence.recurrence import Recurrence
-from lowtide.ragged import PositionRule, RaggedBatch, Segment, Shown
+from lowtide.ragged import PositionRule, RaggedBatch, Segment, Shown, sent
 from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
 from lowtide.score_rules import IGNORE
 
 T = TypeVar("T")
+Shape = tuple[int, int, int]
+"""Lines, heads of keys, and query heads that read one of them."""
 
 
 class PromptPlan(CachedPlan):
@@ -58,8 +62,18 @@ class PromptPlan(CachedPlan):
         self.store.shared[layer] = first
         return first
 
-    def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, asked: AttentionRules) -> Tensor:
+    def attend(
+        self,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        asked: AttentionRules,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
         query, key, value = in_autocast(query, key, value)
+        if rotary is not None:
+            rotate_(query, key, *rotary)
         held = self.store.layers.setdefault(layer, LayerKeys())
         if len(held.blocks) < len(self.store.blocks):  # layers that share keys keep them once
             for index in self._index:
@@ -144,25 +158,36 @@ class NextPlan(_LaterPlan):
         self.positions, self.held, self.axes = positions, held, axes
         self._appended: set[Hashable] = set()
 
-    def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, asked: AttentionRules) -> Tensor:
-        query, key, value = in_autocast(query, key, value)
+    def attend(
+        self,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        asked: AttentionRules,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
+        heads = query, key, value = in_autocast(query, key, value)
         rules = rules_of(asked, query.shape[-1], self.store.longest)
         held = self.store.layers[layer]
         own = held.own_for(key, value, self.store.allotted, self.store.capacity)
+        shape = len(query), key.shape[1], query.shape[1] // key.shape[1]  # lines, kv_heads, share
+        grouping = self.store.once(("grouping", *shape), lambda: self._grouping(*shape[1:]))
         if layer not in self._appended:  # layers that share keys append them once
             self._appended.add(layer)
-            place = self._place(key.shape[1])
-            for into, new in zip(own, (key, value), strict=True):
-                into.view(-1, into.shape[-1]).index_copy_(0, place, new.reshape(-1, new.shape[-1]))
-        heads = query.unflatten(1, (key.shape[1], -1))  # [lines, kv_heads, share, dim]
-        flash = self.once(("flash", rules[:3], query.dtype, heads.shape), lambda: serves(query, value, rules))
-        of_own, of_prompts = (
-            self._from_own(heads, own, rules, flash),
-            self._from_prompts(heads, held.blocks, rules, flash),
-        )
-        sinks = None if rules.sinks is None else rules.sinks.view(heads.shape[1:3])
-        parts = [Part(of_own.out.view(of_prompts.out.shape), of_own.lse.view(of_prompts.lse.shape)), of_prompts]
-        return merged(parts, sinks).reshape(*query.shape[:2], -1)
+            kept = Kept(*(x.view(-1, x.shape[-1]) for x in own))
+            query, grouped = turn_and_keep(heads, rotary, kept, self._place(key.shape[1]), grouping)
+        else:
+            assert rotary is None, "layers that share keys take them turned"
+            grouped = query.reshape(-1, query.shape[-1]).index_select(0, grouping.source)
+        flash = self.once(("flash", rules[:3], query.dtype, shape), lambda: serves(query, value, rules))
+        out, lse = self._from_own(query.reshape(-1, shape[2], query.shape[-1]), own, rules, shape, flash)
+        others = self._from_prompts(grouped, held.blocks, rules, shape, flash)
+        if rules.sinks is None:
+            return merge_rows(out, lse, others, grouping).view(*query.shape[:2], -1)
+        parts = (Part(out, lse), Part(*(each.index_select(0, grouping.place) for each in others)))
+        of_heads = [Part(part.out.view(*shape, -1), part.lse.view(shape)) for part in parts]
+        return merged(of_heads, rules.sinks.view(shape[1:])).reshape(*query.shape[:2], -1)
 
     def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Tensor:
         held = self.store.states[layer][: len(self.store.lines)]
@@ -187,14 +212,16 @@ class NextPlan(_LaterPlan):
 
         return self.once(("place", kv_heads), make)
 
-    def _from_own(self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules, flash: bool) -> Part:
-        """`query` and what comes of it are [lines, kv_heads, share, dim].
+    def _from_own(
+        self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules, shape: Shape, flash: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What heads of tokens gather of the completions' own keys, [rows, value_dim] and [rows].
 
         Args:
+            query: [stacks, share, dim].
             flash: whether flash attention serves, which is told how many keys are used; else a bias hides the others.
         """
-        lines, kv_heads, share = query.shape[:3]
-        stacks = lines * kv_heads
+        (_, kv_heads, share), stacks = shape, len(query)
         keys, values = (x.flatten(0, 1)[:stacks] for x in own)
 
         def used() -> Tensor:
@@ -209,43 +236,40 @@ class NextPlan(_LaterPlan):
         if flash:
             starts = self._starts(stacks, share, self.store.capacity)
             counts = self.once(("used", kv_heads), used)
-            out, lse = gather_used(query.flatten(0, 1), keys, values, starts, counts, rules.scale)
+            found = gather_used(query, keys, values, starts, counts, rules.scale)
         else:
             keys, values = (x[:, : self.store.width] for x in (keys, values))
             hides = self.once(("own", rules.sight, query.dtype, kv_heads), bias)
-            out, lse = gather_from(query.flatten(0, 1), keys, values, hides, rules)
-        return Part(out.view(lines, kv_heads, share, -1), lse.view(lines, kv_heads, share))
+            found = gather_from(query, keys, values, hides, rules)
+        return found[0].flatten(0, 1), found[1].flatten()
 
-    def _from_prompts(self, query: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], rules: Rules, flash: bool) -> Part:
-        """As `_from_own`; without a copy [prompts, lines of a prompt, kv_heads, share, dim] where lines lie so."""
-        grids, inverse = self.store.once("grids", self._grids)
-        parts, (_, kv_heads, share, dim), start = [], query.shape, 0
-        for number, ((keys, values), grid) in enumerate(zip(blocks, grids, strict=True)):
-            prompts, most = grid.shape
-            span = slice(start, start + prompts * most)
-            of_block = query[span] if inverse is None else query.index_select(0, grid.view(-1))
-            start = span.stop
-            of_group = of_block.view(prompts, most, kv_heads, share, dim).transpose(1, 2)
-            stacked = of_group.reshape(prompts * kv_heads, most * share, dim)
+    def _from_prompts(
+        self, query: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], rules: Rules, shape: Shape, flash: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `_from_own`, of prompts' keys, by grouped queries [grouped, dim], and grouped."""
+        (_, kv_heads, share), found, start = shape, [], 0
+        for number, ((keys, values), most) in enumerate(zip(blocks, self.store.once("most", self._most), strict=True)):
+            stacks = keys.shape[0] * kv_heads
+            span = slice(start, start + stacks * most * share)
+            stacked, start = query[span].view(stacks, most * share, -1), span.stop
             keys, values = keys.flatten(0, 1), values.flatten(0, 1)
             if flash:
-                starts = self._starts(len(stacked), most * share, keys.shape[1])
+                starts = self._starts(stacks, most * share, keys.shape[1])
                 used = self.store.once(
                     ("used", number, kv_heads), lambda number=number: self._lengths(number, kv_heads)
                 )
-                found = gather_used(stacked, keys, values, starts, used, rules.scale)
+                part = gather_used(stacked, keys, values, starts, used, rules.scale)
             else:
                 bias = self.once(
                     ("prompts", number, rules.sight, query.dtype, kv_heads),
-                    lambda number=number: self._prompt_bias(number, rules.sight, query),
+                    lambda number=number: self._prompt_bias(number, rules.sight, shape, query.dtype),
                 )
-                found = gather_from(stacked, keys, values, bias, rules)
-            out, lse = (x.view(prompts, kv_heads, most, share, -1).transpose(1, 2) for x in found)
-            parts.append(Part(out, lse[..., 0]))
-        if len(parts) == 1 and inverse is None:
-            return parts[0]
-        out, lse = (torch.cat([each.flatten(0, 1) for each in of_all]) for of_all in zip(*parts, strict=True))
-        return Part(out, lse) if inverse is None else Part(out.index_select(0, inverse), lse.index_select(0, inverse))
+                part = gather_from(stacked, keys, values, bias, rules)
+            found.append((part[0].flatten(0, 1), part[1].flatten()))
+        if len(found) == 1:
+            return found[0]
+        out, lse = (torch.cat(each) for each in zip(*found, strict=True))
+        return out, lse
 
     def _starts(self, stacks: int, queries: int, keys: int) -> Starts:
         """Where stacks begin, made again when lines have come or gone."""
@@ -257,32 +281,45 @@ class NextPlan(_LaterPlan):
         lengths = [len(group.prompt) for group in self.store.blocks[number] for _ in range(kv_heads)]
         return torch.tensor(lengths, dtype=torch.int32, device=self.store.device)
 
-    def _grids(self) -> tuple[list[Tensor], Tensor | None]:
-        """For each block [prompts, most lines of a prompt] the line at each place, and for each line its place; None
-        where the lines have the order of the places, and fill them."""
-        grids, inverse, start = [], [0] * len(self.store.lines), 0
-        for block in self.store.blocks:
-            most = max(len(group.lines) for group in block)
-            rows = []
-            for group in block:
-                places = [line.place for line in group.lines]
-                for number, place in enumerate(places):
-                    inverse[place] = start + number
-                rows.append(places + [places[0]] * (most - len(places)))
-                start += most
-            grids.append(torch.tensor(rows, device=self.store.device))
-        in_order = inverse == list(range(start))
-        return grids, None if in_order else torch.tensor(inverse, device=self.store.device)
+    def _most(self) -> list[int]:
+        """The most completions of a prompt of each block."""
+        return [max(len(group.lines) for group in block) for block in self.store.blocks]
 
-    def _prompt_bias(self, number: int, sight: Sight, query: Tensor) -> Tensor | None:
-        """`query` [lines, kv_heads, share, dim] says for how many heads."""
+    def _grids(self) -> list[Tensor]:
+        """For each block [prompts, most completions of a prompt] the line at each place; one that has fewer repeats its
+        first."""
+        grids = []
+        for block, most in zip(self.store.blocks, self._most(), strict=True):
+            rows = [[line.place for line in group.lines] for group in block]
+            grid = torch.tensor([row + row[:1] * (most - len(row)) for row in rows])
+            grids.append(sent(grid, self.store.device))
+        return grids
+
+    def _grouping(self, kv_heads: int, share: int) -> Grouping:
+        """Where the heads of each line stand among the queries of prompts: block by block those of a prompt that read
+        the same head of keys, a line's one after the other."""
+        first, between, start = [0] * len(self.store.lines), [0] * len(self.store.lines), 0
+        for block, most in zip(self.store.blocks, self._most(), strict=True):
+            for prompt, group in enumerate(block):
+                for number, line in enumerate(group.lines):
+                    first[line.place] = start + (prompt * kv_heads * most + number) * share
+                    between[line.place] = most * share
+            start += len(block) * kv_heads * most * share
+        of_line, apart = (torch.tensor(each)[:, None, None] for each in (first, between))
+        place = (of_line + apart * torch.arange(kv_heads)[:, None] + torch.arange(share)).flatten()
+        source = torch.zeros(start, dtype=torch.long)
+        source[place] = torch.arange(len(place))
+        return Grouping(*(sent(each, self.store.device) for each in (source, place)))
+
+    def _prompt_bias(self, number: int, sight: Sight, shape: Shape, dtype: torch.dtype) -> Tensor | None:
+        """What hides keys of the prompts of a block."""
         block, device = self.store.blocks[number], self.store.device
-        lengths, heads = [len(group.prompt) for group in block], (query.shape[1], query.shape[2], query.dtype)
+        lengths, heads = [len(group.prompt) for group in block], (*shape[1:], dtype)
         if sight == Sight():
             if min(lengths) == max(lengths):
                 return None
             return self.store.once(("lengths", number, heads), lambda: _length_bias(lengths, heads, device))
-        grid = self.store.once("grids", self._grids)[0][number]
+        grid = self.store.once("grids", self._grids)[number]
         real = self.store.once(("real", number), lambda: _real_tokens(lengths, device))
         places = torch.arange(max(lengths), device=device)
         mask = seen(self.positions[grid][:, :, None], places[None, None], sight)
@@ -319,8 +356,18 @@ class RepliesPlan(_LaterPlan):
         store.reserve(max(line.held + count for line, count in lines))
         self._appended: set[Hashable] = set()
 
-    def attend(self, layer: Hashable, query: Tensor, key: Tensor, value: Tensor, asked: AttentionRules) -> Tensor:
+    def attend(
+        self,
+        layer: Hashable,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        asked: AttentionRules,
+        rotary: Rotary | None = None,
+    ) -> Tensor:
         query, key, value = in_autocast(query, key, value)
+        if rotary is not None:
+            rotate_(query, key, *rotary)
         rules = rules_of(asked, query.shape[-1], self.longest)
         held = self.store.layers[layer]
         own = held.own_for(key, value, self.store.allotted, self.store.capacity)

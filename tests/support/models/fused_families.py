@@ -33,14 +33,22 @@ MIXTURES = {
 """Families of which attention and norms can be."""
 DENSE = ("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "olmo_hybrid", "qwen3_5")
 """Families with recurrent layers or short convolutions whose MLPs are known."""
-SPARSE = ("granitemoehybrid with experts", "jamba", "kimi_linear", "lfm2_moe", "qwen3_5_moe", "qwen3_next")
+SPARSE = (
+    "granitemoehybrid with experts",
+    "jamba",
+    "kimi_linear",
+    "lfm2_moe",
+    "nemotron_h",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
 """Those whose MLPs are mixtures in some of the layers, or in all."""
 HYBRIDS = (*DENSE, *SPARSE)
 WAYS = ["full", "LoRA", "LoRA with dropout"]
 
 
 TAKEN = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "gate_proj", "up_proj", "down_proj"]
-"""The linear layers of Falcon-H1 but for out_proj, which PEFT refuses."""
+"""The linear layers of Falcon-H1 and Nemotron-H but for out_proj, which PEFT refuses."""
 
 
 def family(kind: str, **changes: object):
@@ -56,7 +64,7 @@ def family(kind: str, **changes: object):
 def adapted(model, way: str):
     if way == "full":
         return model
-    changes = {"target_modules": TAKEN} if model.config.model_type == "falcon_h1" else {}
+    changes = {"target_modules": TAKEN} if model.config.model_type in ("falcon_h1", "nemotron_h") else {}
     return with_adapters(model, lora_alpha=8, lora_dropout=0.3 if "dropout" in way else 0.0, **changes)
 
 

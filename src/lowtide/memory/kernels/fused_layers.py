@@ -39,6 +39,7 @@ from lowtide.memory.activations.checkpointing import checkpointing_policy
 from lowtide.memory.allocators.out_of_memory import first_line
 from lowtide.memory.kernels.layer_parts import (
     ACTIVATIONS,
+    ALONE,
     FAMILIES,
     MIXERS,
     PASSED,
@@ -241,7 +242,7 @@ def _why_not_attention(layer: Any) -> str | None:
 
 def _as_it_is(layer: Any) -> set[str]:
     """The names of a layer's parts that run as they are."""
-    given = set() if attention(layer) is not None else {*MIXERS}
+    given = set() if attention(layer) is not None else {*MIXERS, ALONE}
     return given | (set() if glu(layer) is not None else {*second_halves(layer)})
 
 
@@ -260,11 +261,11 @@ def _why_not_part(path: str, part: Any) -> str | None:
 
 def _kind(layer: Any) -> tuple[Any, ...]:
     """Tells layers apart of which one's proof does not hold for another."""
-    first = mixers(layer)[0].module
+    rotates = [getattr(each.module, "use_rope", True) for each in mixers(layer)]
     adapted = tuple(isinstance(plain_lora(part), PlainLora) for part in linears(layer))
     dtypes = tuple(sorted({str(each.dtype) for each in layer.parameters()}))
     of_halves = [type(each.module) for each in mixers(layer)], [type(each) for each in second_halves(layer).values()]
-    return type(layer), str(of_halves), str(passed_on(layer)), getattr(first, "use_rope", True), adapted, dtypes
+    return type(layer), str(of_halves), str(passed_on(layer)), str(rotates), adapted, dtypes
 
 
 # -- the layer's forward ------------------------------------------------------------------------------------------
@@ -325,7 +326,7 @@ def _through(
         rotary = _rotary(self, kwargs)
         if isinstance(kwargs[PLAN], CachedPlan):  # it turns what it keeps
             beside[ROTARY], rotary = rotary, None
-        attend = _Call(self.self_attn, {**beside, **known.passed_on})
+        attend = _Call(mixers(self)[0].module, {**beside, **known.passed_on})
         if layer.gates.parts:
             return decoder_layer(layer, hidden_states, rotary, attend, dtype, keeps=keeps)
         half = partial(_attended, layer, rotary, attend, dtype)
@@ -373,7 +374,9 @@ def _mlp_half(self: Any, layer: DecoderLayer, mid: Tensor) -> Tensor:
 
 
 def _half(layer: DecoderLayer, number: int, parts: Sequence[Callable[[Tensor], Any]], residual: Tensor) -> Tensor:
-    """The residual after a half of a layer, whose parts run as they are and are added."""
+    """The residual after a half of a layer, whose parts run as they are and are added; as it was without any."""
+    if not parts:
+        return residual
     before, after = layer.norms[number], layer.after[number]
     x = residual if before is None else normed(residual, before, residual.dtype)
     out = functools.reduce(operator.add, (_hidden_states(part(x)) for part in parts))
@@ -419,7 +422,7 @@ def _same(known: tuple[Any, ...], found: tuple[Any, ...]) -> bool:
 
 def _rotary(layer: Any, kwargs: dict[str, Any]) -> Rotary | None:
     given = kwargs.get("position_embeddings")
-    if given is None or not getattr(layer.self_attn, "use_rope", True):
+    if given is None or not getattr(mixers(layer)[0].module, "use_rope", True):
         return None
     cos, sin = (each.reshape(-1, each.shape[-1]) for each in given)
     return (cos.repeat(1, 2), sin.repeat(1, 2)) if family(layer) in HALF_TABLES else (cos, sin)

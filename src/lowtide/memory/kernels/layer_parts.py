@@ -44,6 +44,7 @@ FAMILIES: dict[str, dict[str, str]] = {
     "MinistralDecoderLayer": WINDOW,
     "MistralDecoderLayer": {"sliding_window": "config.sliding_window"},
     "MixtralDecoderLayer": {"sliding_window": "config.sliding_window"},
+    "NemotronHBlock": {},
     "Olmo2DecoderLayer": {},
     "Olmo3DecoderLayer": WINDOW,
     "OlmoHybridAttentionDecoderLayer": {},
@@ -70,6 +71,8 @@ CENTRED = {
 """Norms that multiply by 1 + weight."""
 MIXERS = ("self_attn", "linear_attn", "mamba", "conv")
 MLPS = ("mlp", "feed_forward", "shared_mlp")
+ALONE = "mixer"
+"""What a layer of one half has: its first, where that mixes tokens, else its second."""
 HEADS = ("q_proj", "k_proj", "v_proj")
 OUTPUTS = ("o_proj", "out_proj")
 HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
@@ -131,10 +134,12 @@ def family(layer: Any) -> str:
 
 
 def mixers(layer: Any) -> tuple[Mixer, ...]:
-    """What mixes tokens in a layer; where it is several, their sum does."""
+    """What mixes tokens in a layer; where it is several, their sum does. None in a layer that is an MLP alone."""
     found = [child for name in MIXERS if (child := children_of(layer).get(name)) is not None]
-    if len(found) == 1:
-        return (Mixer(found[0]),)
+    if (alone := children_of(layer).get(ALONE)) is not None and _mixes_tokens(type(alone)):
+        found.append(alone)
+    if len(found) < 2:
+        return tuple(map(Mixer, found))
     attention, state_space = found  # Falcon-H1
     return (
         Mixer(state_space, 1.0, layer.ssm_out_multiplier),
@@ -143,15 +148,17 @@ def mixers(layer: Any) -> tuple[Mixer, ...]:
 
 
 def second_halves(layer: Any) -> dict[str, Any]:
-    """By its name in a layer, its MLP, and what is added to that; the MLP first."""
+    """By its name in a layer, its MLP, and what is added to that; the MLP first. None in a layer that mixes tokens
+    alone."""
     children = children_of(layer)
-    return {name: children[name] for name in (*MLPS, *EXPERTS) if children.get(name) is not None}
+    names = (*MLPS, *EXPERTS, *(() if mixers(layer) else (ALONE,)))
+    return {name: children[name] for name in names if children.get(name) is not None}
 
 
 def glu(layer: Any) -> Glu | None:
     """The linear layers of a layer's MLP, where it is a gate, up and down; None where it runs as it is."""
-    (first, *others) = second_halves(layer).values()
-    children = {} if others else children_of(first)
+    found = [*second_halves(layer).values()]
+    children = children_of(found[0]) if len(found) == 1 else {}
     for gates, down in GATED:
         if all(name in children for name in (*gates, down)):
             ordered = reversed(gates) if family(layer) in UP_FIRST else gates
@@ -161,21 +168,23 @@ def glu(layer: Any) -> Glu | None:
 
 def attention(layer: Any) -> Attention | None:
     """The attention of a layer, where nothing else mixes its tokens and it is of Llama's form."""
-    (first, *others) = mixers(layer)
-    children = children_of(first.module)
+    found = mixers(layer)
+    children = children_of(found[0].module) if len(found) == 1 else {}
     output = next((name for name in OUTPUTS if name in children), None)
     norms = next((names for names in HEAD_NORMS if set(names) <= children.keys()), ())
-    if others or output is None or children.keys() != {*HEADS, output, *norms}:
+    if output is None or children.keys() != {*HEADS, output, *norms}:
         return None
     query, key, value, out = (children[name] for name in (*HEADS, output))
     wide, gathered = linear_of(query), linear_of(out)
     gated = wide is not None and gathered is not None and wide.out_features == 2 * gathered.in_features
     pair = (children[norms[0]], children[norms[1]]) if norms else None
-    return Attention(first.module, (query, key, value), out, pair, gated)
+    return Attention(found[0].module, (query, key, value), out, pair, gated)
 
 
 def norm_names(layer: Any) -> tuple[tuple[str | None, str | None], tuple[str | None, str | None]]:
     """The names of the norms before a layer's halves, and after them."""
+    if ALONE in children_of(layer):
+        return (("norm", None) if mixers(layer) else (None, "norm")), (None, None)
     return next(names for name, names in NORMS.items() if hasattr(layer, name))
 
 
@@ -205,11 +214,16 @@ def linears(layer: Any) -> list[Any]:
     return [*of_attention, *(() if mlp is None else (*mlp.gates, mlp.down))]
 
 
+def halves_alone(layer: Any) -> list[Any]:
+    """What mixes a layer's tokens; the MLP of a layer that is one alone."""
+    return [each.module for each in mixers(layer)] or [*second_halves(layer).values()]
+
+
 def adapted_inside(layer: Any) -> list[Any]:
-    """The linear layers with adapters in what mixes a layer's tokens, where that runs as it is."""
+    """The linear layers with adapters in what mixes a layer's tokens, or is all it has, where that runs as it is."""
     if attention(layer) is not None:
         return []
-    parts = [part for each in mixers(layer) for part in each.module.modules()]
+    parts = [part for module in halves_alone(layer) for part in module.modules()]
     return [part for part in parts if has_adapters(part) and linear_of(part) is not None and not _is_watched(part)]
 
 
@@ -220,8 +234,7 @@ def _is_watched(module: Any) -> bool:
 
 def passed_on(layer: Any) -> dict[str, Any]:
     """What a layer's attention passes on beside what all do."""
-    module = mixers(layer)[0].module
-    return {name: attrgetter(path)(module) for name, path in FAMILIES[family(layer)].items()}
+    return {name: attrgetter(path)(mixers(layer)[0].module) for name, path in FAMILIES[family(layer)].items()}
 
 
 @functools.cache
@@ -239,6 +252,11 @@ def given_to(module: Any, given: dict[str, Any], plan: str) -> dict[str, Any]:
     names, takes_any = _parameters(type(module))
     found = {name: each for name, each in given.items() if name in names or (takes_any and name not in PASSED)}
     return {**found, "attention_mask": None if takes_any else given[plan]}
+
+
+def _mixes_tokens(kind: type[nn.Module]) -> bool:
+    """Whether a class of modules is given what tells tokens apart."""
+    return "attention_mask" in _parameters(kind)[0]
 
 
 @functools.cache
@@ -271,7 +289,7 @@ def read(layer: Any, dtype: torch.dtype) -> DecoderLayer | str:
         parts.append(part)
     before, after = norm_names(layer)
     of_attention, of_mlp = (parts[:4], parts[4:]) if found is not None else ([], parts)
-    whole = next(iter(second_halves(layer).values()))
+    whole = next(iter(second_halves(layer).values()), None)
     gate_factor, down_factor = (getattr(whole, f"{each}_multiplier", 1.0) for each in ("gate", "down"))
     factor = float(getattr(layer, "residual_multiplier", 1.0))
     given = [] if found is not None else [part for each in mixers(layer) for part in each.module.modules()]

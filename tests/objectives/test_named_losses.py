@@ -35,6 +35,10 @@ dividing = PairLoss(preference.ipo, divides_by_beta=True)
 number = 3
 
 
+def bare():
+    return 0.0
+
+
 def mean(pairs, options):
     return hinge(pairs, options).mean()
 
@@ -142,6 +146,7 @@ def test_what_it_raises_says_whose_it_is(module):
     [
         ("{}.hing", r"has no 'hing'; did you mean 'hinge'\?"),
         ("{}.number", "number' is of type int, and no function"),
+        ("{}.bare", r"bare' is called with \(.*\): too many positional arguments"),
         ("no_such_module_here.loss", "there is no module 'no_such_module_here', neither installed nor as a file in"),
         ("hing.", r"loss_type='hing\.' is not one of"),
     ],

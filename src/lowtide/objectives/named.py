@@ -7,6 +7,7 @@ says more (`PairLoss(my_loss, reads={"label_smoothing"})`). What it returns is c
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -65,7 +66,21 @@ class LossTable(dict[str, Loss]):
         checked: Any = self._checked(path, cast(Callable[..., Tensor], found))
         return checked if self._entry is None else self._entry(checked)
 
+    def _check_called(self, path: str, function: Callable[..., Tensor]) -> None:
+        """Refuses a function that cannot be called as the built-in losses of the table are."""
+        built_in: Any = next(iter(self.values()))
+        known = inspect.signature(getattr(built_in, "fn", built_in)).parameters.values()
+        given = [each.name for each in known if each.default is each.empty]
+        try:
+            inspect.signature(function).bind(*given)
+        except TypeError as error:
+            raise ValueError(f"{NAME} {path!r} is called with ({', '.join(given)}): {error}") from error
+        except ValueError:  # it is not written in Python, and its signature is not known
+            return
+
     def _checked(self, path: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        self._check_called(path, function)
+
         def loss(known: Any, *more: Any) -> Tensor:
             with called_for_user(NAME, function):
                 found = function(known, *more)

@@ -352,7 +352,9 @@ class Watched:
             first, _ = parts(inner)
             self.run.compiled = all(hasattr(layer, "compiled_here") for layer in layers)
             self.run.fused = all("fused_layers" in layer.forward.__module__ for layer in layers)
-            self.run.liger = all("liger" in layer.get_submodule(first).forward.__module__ for layer in layers)
+            named = (dict(layer.named_modules()) for layer in layers)
+            norms = [each[first].forward.__module__ for each in named if first in each]
+            self.run.liger = bool(norms) and all("liger" in each for each in norms)
         return loss
 
 

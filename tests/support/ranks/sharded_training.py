@@ -93,7 +93,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 16, "decoder_sparse_step": 1},
     },
-    **{name: {"model_type": kind, **changes} for name, (kind, changes) in architectures.RECURRENT.items()},
+    **{
+        name: {"model_type": kind, "pad_token_id": 0, **changes}
+        for name, (kind, changes) in architectures.RECURRENT.items()
+    },
 }
 SIZES = {
     "hidden_size": 32,

@@ -12,6 +12,8 @@ from tests.support.ranks.sharded_training import A_RANK_WITHOUT, EVALUATED, asse
 
 MODELS = ("qwen3_5", "bamba", "jamba")
 """A gated delta rule, Mamba-2 and a selective scan, each beside layers of attention."""
+FURTHER = ("kimi_linear", "nemotron_h", "mamba2", "mamba")
+"""Decays of channels, layers of one half, shared layers with adapters, and models without attention."""
 SMALL_STEPS = {"optim": "sgd", "learning_rate": 0.003, "max_steps": 2}
 PLACES: dict[str, dict[str, Any]] = {"copies": {}, "fsdp": {"fsdp": True}, "sequences": {"sequence": 2}}
 KINDS: dict[str, dict[str, Any]] = {
@@ -20,7 +22,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "pieces": {"kind": "SFT", "tokens_per_microbatch": 16, **EVALUATED},
 }
 PAIRS = (*(("SFT", place) for place in PLACES), ("DPO", "fsdp"), ("pieces", "sequences"))
-CELLS = [(kind, model, place) for kind, place in PAIRS for model in MODELS]
+CELLS = [
+    *((kind, model, place) for kind, place in PAIRS for model in MODELS),
+    *(("SFT", model, place) for place in ("copies", "fsdp") for model in FURTHER),
+]
 
 
 def case(kind: str, model: str) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The public names, once more: a change here is a change for users."""
 
+import ast
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +170,14 @@ def test_each_module_of_trls_experimental_folder_has_a_row():
     page = (Path(__file__).parents[1] / "docs" / "migrating-from-trl.md").read_text(encoding="utf-8")
     assert len(modules) > 10
     assert [name for name in modules if f"| `from trl.experimental.{name} import " not in page] == []
+    listed = {name for row in re.findall(r"`from trl\.experimental\..*", page) for name in re.findall(r"\w+", row)}
+    exported = {name for path in folder.glob("*/__init__.py") for name in _exported(path)}
+    assert len(exported) > 20
+    assert exported - listed == set()
+
+
+def _exported(path: Path) -> set[str]:
+    """The names that a package gives out of its modules, without importing it."""
+    found = [each for each in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(each, ast.ImportFrom)]
+    names = {name.asname or name.name for each in found if each.level == 1 for name in each.names}
+    return {name for name in names if not name.startswith("_")}

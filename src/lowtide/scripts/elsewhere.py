@@ -29,7 +29,7 @@ ELSEWHERE: dict[str, str] = {
         ),
         JUDGE,
     ),
-    **dict.fromkeys(("HarborSpec", "OpenRewardSpec"), SPEC),
+    **dict.fromkeys(("HarborSpec", "HarborEnv", "HarborBashEnv", "OpenRewardSpec"), SPEC),
     "add_fused_lm_head": "is not needed: the head of every trainer is fused",
     "ConstantLengthDataset": "was removed from TRL: SFTConfig(packing=True) packs, pack_dataset packs by hand",
     "IterativeSFTConfig": "was removed from TRL: SFTTrainer trains on one dataset after the other",

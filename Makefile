@@ -67,7 +67,7 @@ test-gpu: $(VENV)/.extras
 	$(call recorded,gpu,$(PY)) -m pytest -n 8 tests/gpu
 
 test-kernels: build/triton/.installed
-	PYTHONPATH=build/triton $(PY) -m pytest -n 0 tests/ops/attention/test_cached_kernels.py tests/ops/layers/test_layer_kernels.py tests/ops/layers/test_float8.py tests/ops/logits/test_triton_rows.py
+	PYTHONPATH=build/triton $(PY) -m pytest -n 0 tests/ops/attention/test_cached_kernels.py tests/ops/layers/test_layer_kernels.py tests/ops/layers/test_float8.py tests/ops/logits/test_triton_rows.py tests/rollout/generators/test_drawing.py
 
 # by files: a worker that stole a part of one would start its ranks again
 test-ranks: $(VENV)/.deepspeed

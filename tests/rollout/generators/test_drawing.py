@@ -12,10 +12,12 @@ from transformers import (
 )
 
 from lowtide.ops.counter_random import stream_key, uniforms
-from lowtide.ops.logits.drawing import draw
+from lowtide.ops.logits import drawing
+from lowtide.ops.logits.drawing import draw, drawn, likeliest
+from lowtide.ops.target import planning_for
 from lowtide.rollout.generators.generator import Sampling
 from lowtide.rollout.generators.sampling import Streams, draw_tokens
-from tests.support.marks import slow_but
+from tests.support.marks import NEEDS_TRITON, slow_but
 
 CASES = {
     "plain": {},
@@ -152,3 +154,51 @@ def test_the_smallest_number_draws_no_entry_of_probability_0():
     probabilities = torch.tensor([[0.0, 0.0, 0.3, 0.7], [0.5, 0.0, 0.5, 0.0]])
     assert draw(probabilities, torch.tensor([0.0, 0.5])).tolist() == [2, 2]
     assert draw(probabilities, torch.tensor([1.0, 1.0])).tolist() == [3, 2]
+
+
+@pytest.fixture(params=["plain", pytest.param("triton", marks=NEEDS_TRITON)])
+def picks(request, monkeypatch):
+    if request.param == "triton":
+        monkeypatch.setattr(drawing, "serves", lambda scores: True)
+        monkeypatch.setattr(drawing, "COLUMNS", 64)
+    return request.param
+
+
+@pytest.mark.parametrize("entries", [5, 512, 1300])
+def test_picks_are_those_of_the_cumulative_distribution(picks, entries: int):
+    scores = 4 * torch.randn(40, entries)
+    scores[:, ::3] = float("-inf")
+    scores[1] = torch.tensor([float("-inf")] * (entries - 1) + [0.0])
+    scores[2, 1:3] = 50.0  # as likely as the first of them
+    keys, counters = torch.randint(-(2**62), 2**62, (40,)), torch.arange(40)
+    shares = torch.softmax(scores.double(), -1)
+    expected = (shares.cumsum(-1) <= uniforms(keys, counters)[:, None] * shares.sum(-1, keepdim=True)).sum(-1)
+
+    places, logprobs = drawn(scores.clone(), keys, counters)
+    assert torch.equal(places, expected)
+    torch.testing.assert_close(logprobs.double(), shares.gather(1, places[:, None])[:, 0].log(), atol=1e-5, rtol=1e-5)
+
+    places, logprobs = likeliest(scores.clone())
+    assert torch.equal(places, scores.max(-1).indices)
+    torch.testing.assert_close(logprobs.double(), shares.amax(-1).log(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_that_is_not_finite_says_so(picks):
+    scores = torch.randn(3, 512)
+    scores[0, 7], scores[1, 300] = float("nan"), float("inf")
+    for found in (drawn(scores.clone(), torch.arange(3), torch.arange(3)), likeliest(scores.clone())):
+        assert found.logprobs.isfinite().tolist() == [False, False, True]
+        assert 0 <= found.places.min() <= found.places.max() < 512
+
+
+def test_a_kernel_picks_on_a_gpu_on_which_it_is_right(monkeypatch: pytest.MonkeyPatch, caplog):
+    scores = torch.zeros(1, 4)
+    assert not drawing.serves(scores)
+    with planning_for("cuda", (9, 0)):
+        assert drawing.serves(scores)
+        assert not drawing.serves(scores.double())
+    monkeypatch.setattr(drawing, "_pick", lambda scores, *_: drawing.Picked(scores[:, 0].long(), scores[:, 0]))
+    drawing.right_on.cache_clear()
+    assert not drawing.right_on(torch.device("cpu"))
+    assert "where its kernel picks other entries" in caplog.text
+    drawing.right_on.cache_clear()

@@ -1,11 +1,13 @@
 """Drawing one entry of each row of a distribution, and the cuts that are made to it before.
 
-The cuts are those of transformers' `LogitsProcessor`s. Top-k and top-p look at so many of the likeliest entries, and
-sort all only where these do not settle them.
+On CUDA one Triton kernel draws (`drawing_triton`). The cuts are those of transformers' `LogitsProcessor`s. Top-k and
+top-p look at so many of the likeliest entries, and sort all only where these do not settle them.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from typing import NamedTuple
 
@@ -13,12 +15,105 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lowtide.ops.counter_random import uniforms
+from lowtide.ops.layers import layer_kernels
+from lowtide.ops.layers.layer_kernels import next_power
+from lowtide.ops.target import target_of
+
+logger = logging.getLogger(__name__)
 BLOCK = 256
 """Entries that are summed before the blocks are searched: about the root of a vocabulary."""
 SPARE = 32
 """Candidates beyond the k likeliest, so that entries as likely as the last of them are among them."""
 CANDIDATES = 256
 """Candidates that top-p looks at before it sorts all."""
+COLUMNS = 4096
+"""Of a row that a program of the kernel reads at a time."""
+
+
+class Picked(NamedTuple):
+    """An entry of each row."""
+
+    places: Int[Tensor, " rows"]
+    logprobs: Float[Tensor, " rows"]
+    """Under the softmax of the row."""
+
+
+def drawn(scores: Float[Tensor, "rows entries"], keys: Int[Tensor, " rows"], counters: Int[Tensor, " rows"]) -> Picked:
+    """An entry of each row, drawn by the softmax of its scores; a score of -inf is never drawn.
+
+    Args:
+        keys: of the streams of random numbers (`ops.counter_random`), likewise `counters`.
+    """
+    return (_pick if serves(scores) else _drawn_by_torch)(scores, keys, counters)
+
+
+def likeliest(scores: Float[Tensor, "rows entries"]) -> Picked:
+    """The first of the largest scores of each row, which are used up."""
+    return _pick(scores) if serves(scores) else _likeliest_by_torch(scores)
+
+
+def _drawn_by_torch(scores: Tensor, keys: Tensor, counters: Tensor) -> Picked:
+    probabilities = torch.softmax(scores, -1)
+    places = draw(probabilities, uniforms(keys, counters))
+    return Picked(places, probabilities.gather(1, places[:, None]).log_()[:, 0])
+
+
+def _likeliest_by_torch(scores: Tensor) -> Picked:
+    top, places = _largest(scores)
+    return Picked(places[:, 0], scores.sub_(top).exp_().sum(-1).log_().neg_())
+
+
+def _largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """`scores.max(-1, keepdim=True)`, of which torch finds the place entry by entry: here in one block alone."""
+    rows, entries = scores.shape
+    if entries % BLOCK or rows == 0:
+        return scores.max(-1, keepdim=True)
+    blocks = scores.view(rows, -1, BLOCK)
+    top, block = blocks.amax(-1).max(-1, keepdim=True)
+    inside = blocks.gather(1, block[..., None].expand(-1, 1, BLOCK)).argmax(-1)
+    return top, block * BLOCK + inside
+
+
+def _pick(scores: Tensor, keys: Tensor | None = None, counters: Tensor | None = None) -> Picked:
+    """Without keys the likeliest."""
+    rows, entries = scores.shape
+    places = torch.empty(rows, dtype=torch.long, device=scores.device)
+    picked = Picked(places, scores.new_empty(rows, dtype=torch.float32))
+    read = (scores, places, places) if keys is None or counters is None else (scores, keys, counters)
+    layer_kernels.launch("pick", (rows,), read, picked, module="lowtide.ops.logits.drawing_triton", entries=entries,
+                         DRAWS=keys is not None, BLOCK=min(COLUMNS, next_power(entries)), num_warps=8)  # fmt: skip
+    return picked
+
+
+def serves(scores: Tensor) -> bool:
+    """Whether a kernel picks, or would on the device that a plan is for. A GPU is tried once on numbers of its own, and
+    waited for then."""
+    target = target_of(scores)
+    if target.kind != "cuda" or scores.dtype == torch.float64:
+        return False
+    return target.planned or right_on(scores.device)
+
+
+@functools.cache
+def right_on(device: torch.device) -> bool:
+    """Whether the kernel picks what torch's operations do; says so if not."""
+    rows, generator = 64, torch.Generator().manual_seed(0)
+    scores = (3 * torch.randn(rows, 2 * COLUMNS + 77, generator=generator)).to(device)
+    numbers = torch.arange(rows, device=device)
+    try:
+        pairs = [
+            (_pick(scores, numbers * 977, numbers), _drawn_by_torch(scores, numbers * 977, numbers)),
+            (_pick(scores), _likeliest_by_torch(scores.clone())),
+        ]
+        right = all(torch.equal(one.places, two.places) for one, two in pairs)
+        right = right and all(torch.allclose(one.logprobs, two.logprobs, atol=1e-4) for one, two in pairs)
+        why = "picks other entries"
+    except Exception as failure:  # Triton's compiler has errors of its own, by card and version
+        right, why = False, f"fails with {type(failure).__name__}: {failure}"
+    if not right:
+        logger.warning(f"generation draws by torch's operations on {device}, where its kernel {why}")
+    return right
 
 
 def draw(probabilities: Float[Tensor, "rows entries"], uniform: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:

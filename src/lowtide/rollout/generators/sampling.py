@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lowtide.ops.counter_random import uniforms
-from lowtide.ops.logits.drawing import candidates, cut_below, draw, penalize
+from lowtide.ops.logits.drawing import candidates, cut_below, drawn, likeliest, penalize
 from lowtide.rollout.generators.generator import Sampling
 
 
@@ -67,12 +66,9 @@ def draw_tokens(
         return _likeliest(logits, sampling, streams)
     if sampling.temperature != 1:
         logits.div_(sampling.temperature)
-    uniform = uniforms(streams.keys, streams.places)
     cuts = sampling.top_k > 0 or sampling.top_p < 1
     if not cuts and sampling.min_p == 0 and streams.used is None and streams.never is None:
-        probabilities = torch.softmax(logits, -1)
-        tokens = draw(probabilities, uniform)
-        logprobs = probabilities.gather(1, tokens[:, None]).log_()[:, 0]
+        tokens, logprobs = drawn(logits, streams.keys, streams.places)
         return Drawn(tokens, logprobs, logprobs)
     # The temperature has divided the logits already, which changes no sign: it commutes with the penalty.
     scores = _drawn_from(logits, sampling, streams)
@@ -81,18 +77,17 @@ def draw_tokens(
         found, ids, settled = candidates(scores, sampling.top_k, sampling.top_p, look=look, whole=whole)
     if sampling.min_p > 0:
         found = cut_below(found, sampling.min_p)
-    probabilities = torch.softmax(found, -1)
-    place = draw(probabilities, uniform)[:, None]
-    tokens = place if ids is None else ids.gather(1, place)
-    logprobs = probabilities.gather(1, place).log_()[:, 0]
+    place, logprobs = drawn(found, streams.keys, streams.places)
+    tokens = place[:, None] if ids is None else ids.gather(1, place[:, None])
     return Drawn(tokens[:, 0], logprobs, _logprobs(logits, tokens), settled)
 
 
 def _likeliest(logits: Tensor, sampling: Sampling, streams: Streams) -> Drawn:
     scores = _drawn_from(logits, sampling, streams)
-    top, tokens = scores.max(-1, keepdim=True)
-    plain = logits.sub_(top).exp_().sum(-1).log_().neg_() if scores is logits else _logprobs(logits, tokens)
-    return Drawn(tokens[:, 0], torch.zeros_like(plain), plain)
+    tokens, plain = likeliest(scores)
+    if scores is not logits:
+        plain = _logprobs(logits, tokens[:, None])
+    return Drawn(tokens, torch.zeros_like(plain), plain)
 
 
 def _drawn_from(logits: Tensor, sampling: Sampling, streams: Streams) -> Tensor:

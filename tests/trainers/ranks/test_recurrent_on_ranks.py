@@ -12,8 +12,8 @@ from tests.support.ranks.sharded_training import A_RANK_WITHOUT, EVALUATED, asse
 
 MODELS = ("qwen3_5", "bamba", "jamba")
 """A gated delta rule, Mamba-2 and a selective scan, each beside layers of attention."""
-FURTHER = ("kimi_linear", "nemotron_h", "mamba2", "mamba")
-"""Decays of channels, layers of one half, shared layers with adapters, and models without attention."""
+FURTHER = ("kimi_linear", "nemotron_h", "mamba2", "mamba", "zamba", "zamba2")
+"""Decays of channels, layers of one half, models without attention, and layers within layers that share weights."""
 SMALL_STEPS = {"optim": "sgd", "learning_rate": 0.003, "max_steps": 2}
 PLACES: dict[str, dict[str, Any]] = {"copies": {}, "fsdp": {"fsdp": True}, "sequences": {"sequence": 2}}
 KINDS: dict[str, dict[str, Any]] = {

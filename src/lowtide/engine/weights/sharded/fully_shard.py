@@ -111,7 +111,7 @@ def units_of(model: nn.Module) -> list[Any]:
     """The modules of each unit but for what is left to the whole model."""
     inner: Any = causal_model(model)
     other: Any = model_beside(inner)
-    units = [*checkpointed_layers(inner), *_ends_of(inner, other)]
+    units = [*_layers_apart(inner), *_ends_of(inner, other)]
     if other is None:
         return units
     shared = set(inner.get_input_embeddings().parameters())
@@ -120,6 +120,18 @@ def units_of(model: nn.Module) -> list[Any]:
     return (
         [unit for unit in units if shared.isdisjoint(_parameters(unit))] if shared & set(other.parameters()) else units
     )
+
+
+def _layers_apart(inner: nn.Module) -> list[Any]:
+    """The layers of a model, those within another before it; of layers that share weights (Zamba), a list of them."""
+    units: list[list[nn.Module]] = []
+    for layer in reversed(checkpointed_layers(inner)):
+        within, weights = set(layer.modules()), set(layer.parameters())
+        beside = [unit for unit in units if within.isdisjoint(unit)]
+        sharing = [unit for unit in beside if not weights.isdisjoint(_parameters(unit))]
+        units = [unit for unit in units if unit not in sharing]
+        units.append([layer, *(each for unit in sharing for each in unit)])
+    return [unit if len(unit) > 1 else unit[0] for unit in units]
 
 
 def _ends_of(inner: Any, beside: Any = None) -> list[Any]:

@@ -46,6 +46,7 @@ from lowtide.ops.logits import linear_logprobs
 from lowtide.ops.logits.across_vocabularies import LEAST
 from lowtide.ops.logits.linear_logprobs import TokenStats
 from lowtide.ops.mapped import is_mapped
+from lowtide.ops.recurrence.recurrence import RECOMPUTED
 from tests.support.matrix.matrix_models import (
     JOINED,
     REWARDED,
@@ -114,6 +115,7 @@ LOW_RANK = {"optim_target_modules": "all-linear", "optim_args": "rank=16,update_
 FIRST: dict[str, dict[str, Any]] = {
     "checkpointing that keeps attention": {"gradient_checkpointing": True},
     "checkpointing that keeps products": {"gradient_checkpointing": True},
+    "checkpointing of recurrences alone": {"gradient_checkpointing": True},
     "checkpointing of every k-th layer": {"gradient_checkpointing": True},
     "packing": {"max_length": 52},
     "compiled layers": {"torch_compile_backend": "eager"},  # the graphs, without the time of a compiler
@@ -137,6 +139,7 @@ SMALL_ADAPTERS = LoraConfig(r=4, target_modules="all-linear")
 FROM_FILES = {"from_files": True}
 """A model that is given by its folder, with adapters on it."""
 PLAIN: dict[str, dict[str, Any]] = {
+    "checkpointing of recurrences alone": {"recurrent": True},
     # moments of fewer than 4,096 elements stay in 32 bits
     "8-bit AdamW (torchao)": WIDE,
     "4-bit AdamW (torchao)": WIDE,
@@ -395,10 +398,10 @@ def make(
         options = {"teacher_tokenizer_name_or_path": teacher_tokenizer(), **options}
     width = options.pop("intermediate_size", 64)
     options["per_device_train_batch_size"] //= options.get("gradient_accumulation_steps", 1)
-    from_files = options.pop("from_files", False)
+    from_files, recurrent = options.pop("from_files", False), options.pop("recurrent", False)
     given: Any = model
     if model is None:
-        given = saved(kind, width) if from_files else build(kind, width)
+        given = saved(kind, width) if from_files else build(kind, width, recurrent=recurrent)
     with mock.patch.object(table, "ActivationOffload", SmallOffload):
         made = trainer_class(
             model=given,
@@ -781,6 +784,10 @@ ACTED: Mapping[str, Callable[[Run, Run], bool]] = {
     "gradient checkpointing": _recomputed,
     "checkpointing that keeps attention": _policy("attention"),
     "checkpointing that keeps products": _policy("matmul"),
+    "checkpointing of recurrences alone": lambda run, plain: (
+        run.layers == [len(run.forwards)] * len(run.layers)
+        and [getattr(each, RECOMPUTED, None) for each in run.trainer.model.modules()].count(True) == 1
+    ),
     "checkpointing of every k-th layer": lambda run, plain: (
         run.layers == [len(run.forwards) + run.graphs, len(run.forwards)] * (len(run.layers) // 2)
     ),
@@ -859,14 +866,15 @@ def pairs(kind: str) -> Iterator[tuple[str, str]]:
     """The names of all techniques two by two that a trainer runs together on any machine.
 
     Left out are what always is (the fused head), what does nothing on a CPU or needs a package that is not there, two
-    values of one option, another way to step beside base weights that are streamed or in fewer bits (a few adapters
-    alone are stepped there), and streamed trained weights beside a reference, which is refused.
+    values of one option, what wants another model, another way to step beside base weights that are streamed or in
+    fewer bits (a few adapters alone are stepped there), and streamed trained weights beside a reference, which is
+    refused.
     """
     alone = [
         each
         for each in TECHNIQUES.values()
         if each.name in ACTED and each.name not in ON_A_GPU and each.options and installed(each)
-        if has_options(kind, each)
+        if has_options(kind, each) and "recurrent" not in PLAIN.get(each.name, {})
     ]
     for first, second in itertools.combinations(alone, 2):
         options, more = with_it(first), with_it(second)

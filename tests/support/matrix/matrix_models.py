@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen3NextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -62,9 +63,11 @@ def tokenizer(joined: tuple[tuple[str, str], ...] = ()) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", mask_token=NO_TEXT)
 
 
-def build(kind: str, intermediate_size: int, seed: int = 0, *, vocab_size: int | None = None) -> PreTrainedModel:
+def build(
+    kind: str, intermediate_size: int, seed: int = 0, *, vocab_size: int | None = None, recurrent: bool = False
+) -> PreTrainedModel:
     """Two layers, or two of an encoder and two of a decoder, with weights large enough for attention to be far from
-    uniform."""
+    uniform; of a decoder the first is recurrent, if asked for."""
     torch.manual_seed(seed)
     if kind == "Seq2Seq":
         return _encoder_decoder(intermediate_size)
@@ -82,11 +85,20 @@ def build(kind: str, intermediate_size: int, seed: int = 0, *, vocab_size: int |
         if kind == "ReplacedTokenDetection":
             return ElectraForPreTraining(ElectraConfig(**sizes, embedding_size=32))
         return getattr(transformers, f"BertFor{kind}")(BertConfig(**sizes))
-    return FAMILIES.get(kind, AutoModelForCausalLM).from_config(
-        LlamaConfig(**sizes, num_key_value_heads=2, eos_token_id=0)
-    )
+    sizes |= {"num_key_value_heads": 2, "eos_token_id": 0}
+    config = Qwen3NextConfig(**sizes, **RECURRENT) if recurrent else LlamaConfig(**sizes)
+    return FAMILIES.get(kind, AutoModelForCausalLM).from_config(config)
 
 
+RECURRENT: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mlp_only_layers": [0, 1],
+}
 FAMILIES = {"Reward": AutoModelForSequenceClassification, "PRM": AutoModelForTokenClassification}
 
 

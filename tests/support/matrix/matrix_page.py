@@ -25,6 +25,7 @@ Every memory technique, in every trainer: a tiny model is trained for five steps
 losses and weights are compared. *Exact* is equal to rounding, 2e-5 of any loss and of the norm of any weight, or equal
 bit by bit where the last column says so; *not exact* changes the numbers, and the last column says how. What the model
 is put through is counted in each run, so that a technique that did nothing is told from one that changes nothing.
+Where recurrences are computed again, the first of two layers is a recurrent one of Qwen3-Next.
 
 GKD and GOLD learn on the data's completions, GOLD from a teacher with other tokens. Trainers whose policy writes learn
 from the same completions in both runs, written by a `rollout_func`. Where losses of a run are not all above 0, as those

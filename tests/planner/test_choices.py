@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from transformers import AutoConfig
 
 import lowtide
+from lowtide.engine.layers.mixers import has_recurrences
 from lowtide.planner.choices import FROZEN_BFLOAT16, Setting, axes
 from lowtide.planner.search import Sizes
 
@@ -22,6 +24,15 @@ def setting(device: str = "cpu", exact: bool = True, layers: int = 24, **given) 
 
 def choices(of: Setting) -> list:
     return [choice for axis in axes(of, SIZES) for choice in axis.choices]
+
+
+def test_recurrences_alone_are_computed_again_where_a_model_has_some():
+    for recurrent in (False, True):
+        (axis, *_) = axes(dataclasses.replace(setting(), recurrent=recurrent), SIZES)
+        policies = [choice.options.get("checkpointing_policy") for choice in axis.choices]
+        assert ("outside_recurrences" in policies) == recurrent
+    kinds = {"qwen3_5_text": True, "nemotron_h": True, "mamba": True, "lfm2": False, "llama": False}
+    assert {kind: has_recurrences(AutoConfig.for_model(kind)) for kind in kinds} == kinds
 
 
 def test_exact_choices_change_nothing_and_others_say_what_they_change():

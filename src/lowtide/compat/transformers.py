@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import dis
 import functools
+import importlib
 import inspect
 import sys
 import types
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import HfArgumentParser, masking_utils
+from transformers import HfArgumentParser, PreTrainedConfig, masking_utils
 from transformers.integrations import moe
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -531,6 +532,16 @@ def rebound_forward(
         None where the forward calls none of them.
     """
     return _rebound(inspect.unwrap(kind.forward), functions)
+
+
+def classes_of_family(config: PreTrainedConfig) -> list[type[nn.Module]]:
+    """The classes of modules in the file of a config's models; none where it is not beside that of the config."""
+    try:
+        file = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    except ImportError:
+        return []
+    found = (each for each in vars(file).values() if getattr(each, "__module__", None) == file.__name__)
+    return [each for each in found if isinstance(each, type) and issubclass(each, nn.Module)]
 
 
 @functools.cache

@@ -293,6 +293,7 @@ TECHNIQUES: dict[str, Technique] = {
             "checkpointing of recurrences alone",
             "what recurrent layers compute inside their recurrences, several times their inputs",
             {"checkpointing_policy": OUTSIDE_RECURRENCES},
+            chosen=Choosing("activations", 1.02),  # less than by keeping products, which recurrences are none of
             refused=_without_recurrences,
             begin=_checkpointing,
         ),

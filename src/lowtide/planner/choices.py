@@ -16,7 +16,9 @@ from typing import Any
 from datasets import Dataset
 
 from lowtide.compat.torch import cpu_has_bf16
+from lowtide.engine.layers.mixers import has_recurrences
 from lowtide.memory.activations.chain_storage import HOST
+from lowtide.memory.activations.checkpointing import OUTSIDE_RECURRENCES
 from lowtide.memory.optimizers.states import IN_BFLOAT16
 from lowtide.memory.options import TWO_PASS
 from lowtide.memory.table import ANOTHER, TECHNIQUES
@@ -63,6 +65,8 @@ class Setting:
     """Of the model's files, where frozen weights can be streamed from them; empty elsewhere."""
     layers: int = 0
     """Of the model, of which a part may be checkpointed."""
+    recurrent: bool = False
+    """Whether the model has recurrences, which may be computed again alone."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +112,14 @@ def setting_of(run: PlannedRun) -> Setting:
         dtype=str(stored_dtype(run)).removeprefix("torch."),
         files_dtype=files_dtype(run, computed_in(plain)) if run.peft_config is not None else "",
         layers=getattr(run.described.get_text_config(), "num_hidden_layers", 0),
+        recurrent=bool(getattr(plain, "padding_free", False)) and has_recurrences(run.described.get_text_config()),
     )
 
 
 def axes(setting: Setting, sizes: Sizes) -> list[Axis]:
     """All that may be chosen, each axis with its plain choice first."""
     offered: dict[str, Iterable[Choice]] = {
-        "activations": _activations(sizes, setting.layers),
+        "activations": _activations(sizes, setting),
         "optimizer": [Choice("AdamW"), *_optimizers()],
         "gradients": [Choice("gradients kept to the step"), *_gradients(setting)],
         "states": [Choice("states on the device"), *_states(setting)],
@@ -174,17 +179,20 @@ def _technique(name: str, /, **otherwise: Any) -> Choice:
     return replace(found, **otherwise)
 
 
-def _activations(sizes: Sizes, layers: int) -> list[Choice]:
+def _activations(sizes: Sizes, setting: Setting) -> list[Choice]:
     """What is computed again comes on top; of several techniques together nothing but this says how much."""
     offloaded = {**FULL, "activation_offloading": True}
     found = [
         Choice(NONE, PLAIN),
         _technique("checkpointing that keeps products", options={**FULL, "checkpointing_policy": "matmul"}),
-        *_of_some_layers(layers),
+        *_of_some_layers(setting.layers),
         _technique("checkpointing that keeps attention", options={**FULL, "checkpointing_policy": "attention"}),
         _technique(ALL, options=FULL),
         Choice("checkpointing and activation offloading", offloaded, slower=4.3 / 3),
     ]
+    if setting.recurrent:
+        alone = {**FULL, "checkpointing_policy": OUTSIDE_RECURRENCES}
+        found.append(_technique("checkpointing of recurrences alone", options=alone))
     tile = min(TILE, 1 << max(0, (sizes.whole // 4).bit_length() - 1))
     if tile >= 64:
         tiled = {"mlp_tile_tokens": tile}

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from lowtide.compat.transformers import drops_keywords, rebound_forward
+from lowtide.compat.transformers import classes_of_family, drops_keywords, rebound_forward
 from lowtide.engine.encoder_decoder import PLAN
 from lowtide.engine.over_ranks.split_plan import SplitPlan
 from lowtide.ops.attention.attention_plan import AttentionPlan
@@ -79,6 +80,11 @@ def leave_mixers(model: nn.Module) -> None:
 def mixers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model that mix tokens by functions that are known here, prepared or not."""
     return [module for module in model.modules() if rebound_forward(type(module), FUNCTIONS) is not None]
+
+
+def has_recurrences(config: PreTrainedConfig) -> bool:
+    """Whether layers of a family compute recurrences by functions that are known here."""
+    return any(rebound_forward(kind, RECURRENCES) is not None for kind in classes_of_family(config))
 
 
 @contextlib.contextmanager
@@ -241,3 +247,5 @@ FUNCTIONS = (
     ("mamba_inner_fn", _not_fused),
 )
 """With the names under which the forwards of transformers' layers call them."""
+RECURRENCES = FUNCTIONS[1:]
+"""Those that carry a state further than a few tokens."""

@@ -104,6 +104,16 @@ def test_in_bfloat16_it_is_nearer_to_float32_than_the_rounded_sum_of_weights():
     assert far["ours"] <= 1.1 * far["theirs"]
 
 
+@pytest.mark.parametrize("kind", STACKS)
+def test_with_mixed_precision_it_is_near_to_float32(kind):
+    theirs = adapted(kind)
+    ours = copy.deepcopy(theirs)
+    install_experts(ours)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run(ours)
+    assert_close(found, run(theirs), 2e-2)
+
+
 class Largest(TorchDispatchMode):
     """The most numbers of a result that is not one of its arguments' memory."""
 

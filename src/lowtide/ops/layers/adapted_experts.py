@@ -18,6 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 
+from lowtide.ops.target import without_autocast
+
 
 class Pairs(NamedTuple):
     """Tokens and experts that see them, sorted by expert."""
@@ -52,7 +54,8 @@ def summed_over_experts(
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int | None, *given: Tensor) -> Tensor:
-        out, low = _forward(x, given[:3], given[3:], count)
+        with without_autocast(x.device):
+            out, low = _forward(x, given[:3], given[3:], count)
         ctx.save_for_backward(x, low, *given)
         ctx.summed = count is not None
         return out
@@ -61,7 +64,8 @@ class _Products(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, low, *given = ctx.saved_tensors
-        of_x, of_first, of_second = _backward(grads[0].to(x.dtype), x, low, given[:3], given[3:], ctx.summed)
+        with without_autocast(x.device):
+            of_x, of_first, of_second = _backward(grads[0].to(x.dtype), x, low, given[:3], given[3:], ctx.summed)
         return of_x.to(x.dtype), None, None, of_first.mT, of_second, None, None
 
 

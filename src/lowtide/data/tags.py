@@ -76,7 +76,10 @@ def prepare_tags(
     statistics = add_up(prepared)
     if statistics.kept == 0:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in statistics.rows_dropped.items())
-        raise ValueError(f"{source} has nothing to train on: every row was dropped ({reasons}). Look at its labels.")
+        longer = "" if options.max_length is None else f", or raise max_length (it is {options.max_length})"
+        raise ValueError(
+            f"{source} has nothing to train on: every row was dropped ({reasons}). Look at its labels{longer}."
+        )
     warn_of_dropped(source, statistics)
     warn_of_doubts(source, statistics.doubts, statistics.kept)
     ledger = statistics.ledger(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
@@ -33,20 +33,20 @@ class Steps:
         self.seconds, self.tokens = 0.0, 0
         self._rehearsed = False
 
-    def begin(self) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Has techniques take hold, unless they do: before the first rows are drawn, so that those that a method writes
         or scores beforehand are computed as those of later steps, and a resumed run's are."""
         trainer = self.trainer
         if trainer.runner.begun:
             return
-        trainer.runner.model, trainer.runner.updater.optimizer = trainer.model_wrapped, trainer.optimizer
+        trainer.runner.model, trainer.runner.updater.optimizer = model, trainer.optimizer
         trainer.runner.begin()
         self._rehearsed = False
 
-    def gradients(self, inputs: RaggedBatch) -> Tensor:
+    def gradients(self, model: nn.Module, inputs: RaggedBatch) -> Tensor:
         """Forms the gradients of one optimizer step, and returns its loss."""
         trainer, start = self.trainer, time.perf_counter()
-        self.begin()
+        self.begin(model)
         if not self._rehearsed:
             self._rehearse()
         with self.named(), trainer.compute_loss_context_manager():

@@ -214,7 +214,7 @@ def test_a_server_that_was_started_again_gets_the_base_again():
     with writing_server(second) as running:
         calls = Calls(running.url, 60.0)
         generator.calls = generator.backend.calls = calls
-        with pytest.raises(StaleWeights, match="does not hold the weights of this run"):
+        with pytest.raises(StaleWeights, match="it was started again"):
             generator.generate(model, REQUESTS, SAMPLING)
         generator.sync(model, 1)
         assert second.copies == 1

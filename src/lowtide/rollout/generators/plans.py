@@ -71,9 +71,7 @@ class PromptPlan(CachedPlan):
         asked: AttentionRules,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        query, key, value = in_autocast(query, key, value)
-        if rotary is not None:
-            rotate_(query, key, *rotary)
+        query, key, value = _turned(query, key, value, rotary)
         held = self.store.layers.setdefault(layer, LayerKeys())
         if len(held.blocks) < len(self.store.blocks):  # layers that share keys keep them once
             for index in self._index:
@@ -326,6 +324,14 @@ class NextPlan(_LaterPlan):
         return as_bias(mask & real, *heads)
 
 
+def _turned(query: Tensor, key: Tensor, value: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in autocast's dtype, the first two turned by their positions, if they are yet to be."""
+    query, key, value = in_autocast(query, key, value)
+    if rotary is not None:
+        rotate_(query, key, *rotary)
+    return query, key, value
+
+
 def _length_bias(lengths: Sequence[int], heads: tuple[int, int, torch.dtype], device: torch.device) -> Tensor:
     """Hides the padding of prompts."""
     return as_bias(_real_tokens(lengths, device), *heads)
@@ -365,9 +371,7 @@ class RepliesPlan(_LaterPlan):
         asked: AttentionRules,
         rotary: Rotary | None = None,
     ) -> Tensor:
-        query, key, value = in_autocast(query, key, value)
-        if rotary is not None:
-            rotate_(query, key, *rotary)
+        query, key, value = _turned(query, key, value, rotary)
         rules = rules_of(asked, query.shape[-1], self.longest)
         held = self.store.layers[layer]
         own = held.own_for(key, value, self.store.allotted, self.store.capacity)

@@ -92,10 +92,10 @@ def rms_norm(
         launch("rms_norm", (rows,), (x, norm.weight), (out, scale), width=width, eps=norm.eps, offset=norm.offset,
                BLOCK=next_power(width), num_warps=warps_of(width))  # fmt: skip
         return out, scale
-    wide = torch.promote_types(x.dtype, torch.float32)
-    size = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    size = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     scale = size.square_().div_(width).add_(norm.eps).rsqrt_()
-    return torch.mul(x, scale[:, None]).mul_(norm.factor).to(dtype), scale
+    out = torch.mul(x, scale[:, None]).mul_(norm.factor)
+    return (out if out.dtype == dtype else out.to(dtype)), scale
 
 
 def rms_norm_backward(
@@ -164,21 +164,19 @@ def rotate_(
         launch("rotate", (tokens,), (cos, sin), (query, key), heads=heads, kv_heads=kv_heads, dim=dim, half=half,
                BACK=back, HEADS=next_power(heads), KV_HEADS=next_power(kv_heads), HALF=next_power(half))  # fmt: skip
         return
-    for x in (query[..., : cos.shape[1]], key[..., : cos.shape[1]]):
-        _rotate(x, cos[:, None], sin[:, None], back)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> None:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    half = x.shape[-1] // 2
-    (cos1, cos2), (sin1, sin2) = ((each.to(wide)[..., :half], each.to(wide)[..., half:]) for each in (cos, sin))
+    wide, turned = torch.promote_types(query.dtype, torch.float32), cos.shape[1]
+    (cos1, cos2), (sin1, sin2) = (each.to(wide)[:, None].chunk(2, -1) for each in (cos, sin))
     sin1, sin2 = (sin2, sin1) if back else (sin1, sin2)
-    turned = x.to(wide)
-    one, two = turned[..., :half], turned[..., half:]
-    crossed = one * sin2
-    one.mul_(cos1).addcmul_(two, sin1, value=1 if back else -1)
-    two.mul_(cos2)
-    two.sub_(crossed) if back else two.add_(crossed)
+    for x in (query, key):
+        x = x if x.shape[-1] == turned else x[..., :turned]
+        _rotate(x, x.to(wide), (cos1, cos2), (sin1, sin2), 1 if back else -1)
+
+
+def _rotate(x: Tensor, turned: Tensor, cos: Sequence[Tensor], sin: Sequence[Tensor], sign: int) -> None:
+    one, two = turned.chunk(2, -1)
+    crossed = one * sin[1]
+    one.mul_(cos[0]).addcmul_(two, sin[0], value=sign)
+    two.mul_(cos[1]).sub_(crossed, alpha=sign)
     if turned is not x:
         x.copy_(turned)
 

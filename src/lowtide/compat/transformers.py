@@ -25,7 +25,6 @@ from transformers import HfArgumentParser, PreTrainedConfig, masking_utils
 from transformers.integrations import moe
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
     get_vision_interpolation_indices_and_weights,
@@ -39,11 +38,6 @@ from transformers.vision_utils import (
 def attention_implementation(config: Any) -> str | None:
     """The name of the attention function that a model's layers look up. There is no public reader of it."""
     return getattr(config, "_attn_implementation", None)
-
-
-def attention_function(config: Any) -> Callable[..., Any]:
-    """The attention function that a model's layers look up."""
-    return ALL_ATTENTION_FUNCTIONS[config._attn_implementation]
 
 
 def set_attention(config: Any, name: str) -> None:

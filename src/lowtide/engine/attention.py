@@ -28,10 +28,9 @@ from lowtide.compat.transformers import find_packed_rows_where
 from lowtide.engine.encoder_decoder import PairPlan, running
 from lowtide.engine.layers.rotary import Run, rows_of, runs_of
 from lowtide.engine.over_ranks.split_plan import SplitPlan
-from lowtide.ops.attention.attention_plan import NAME, PLAN, ROTARY, AttentionPlan
+from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
-from lowtide.ops.attention.chained_attention import chained_attention
-from lowtide.ops.attention.varlen_attention import AttentionRules, varlen_attention
+from lowtide.ops.attention.layer_attention import asked_by, layer_attention
 from lowtide.ragged import RaggedBatch, Segment
 from lowtide.ranks.sequence import SequenceParallel
 
@@ -142,13 +141,13 @@ def attention(
 
     Returns [batch, tokens, heads, dim], and no weights. With a plan the batch is 1 and holds all tokens.
     """
-    softcap, s_aux = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     plan = kwargs.pop(PLAN, None) or getattr(kwargs.get("position_ids"), PLAN, None)
     if (bounds := kwargs.pop("cu_seq_lens_q", None)) is not None and plan is None:
         if not hasattr(bounds, PLAN):  # a user's own call
             keep_plan(bounds, bounds.tolist())
         plan = getattr(bounds, PLAN)
     if plan is None:
+        softcap, s_aux = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
         if softcap is None and s_aux is None:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
@@ -160,56 +159,13 @@ def attention(
         raise ValueError(OWN_MASK)
     if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
         query = query * _temperature_correction(module, plan)
-    asked: AttentionRules = {
-        "scale": scaling,
-        "window": _window(module, kwargs),
-        "chunk": _chunk(module),
-        "softcap": softcap,
-        "sinks": s_aux,
-        "dropout": dropout,
-        "causal": getattr(module, "is_causal", True),
-        "bias": _bias(kwargs.pop("position_bias", None)),
-    }
-    layer = plan.stands_for(module, key) if isinstance(plan, CachedPlan) else module
-    piece = None if isinstance(plan, CachedPlan) else plan.piece
-    if piece is not None:
-        piece.meet(module, key)
+    asked, given = asked_by(module, kwargs, scaling, dropout), key
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if piece is not None and isinstance(plan, AttentionPlan):
-        return chained_attention(module, query, key, value, plan, **asked)[None], None
-    if isinstance(plan, CachedPlan):
-        return plan.attend(layer, query, key, value, asked, kwargs.pop(ROTARY, None))[None], None
     if isinstance(plan, SplitPlan):
+        if plan.piece is not None:
+            plan.piece.meet(module, given)
         return plan.attend(module, query, key, value, asked)[None], None
-    return varlen_attention(query, key, value, plan, **asked)[None], None
-
-
-def _bias(bias: Tensor | None) -> Tensor | None:
-    """Biases by distance, of a layer that has them.
-
-    Raises:
-        ValueError: they are those of each two tokens, of a model that makes them in a way that is not known.
-    """
-    if bias is None or bias.ndim == 0:
-        return None
-    if bias.ndim != 2:
-        raise ValueError("its attention has biases for each two tokens of a row")
-    return bias
-
-
-def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """Most models pass the window; Qwen2-MoE leaves it to the mask and to an attribute of its sliding layers."""
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
-    return window or None
-
-
-def _chunk(module: nn.Module) -> int | None:
-    """Llama 4 says in its mask alone that a layer attends within stretches of the sequence."""
-    config = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds or kinds[getattr(module, "layer_idx", 0) or 0] != "chunked_attention":
-        return None
-    return getattr(config, "attention_chunk_size", None)
+    return layer_attention(module, query, key, value, plan, asked, whose=given)[None], None
 
 
 def _temperature_correction(module: Any, plan: Plan) -> Tensor:

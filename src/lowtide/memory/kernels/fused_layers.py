@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from lowtide.compat.peft import PlainLora, marks_of_linear, plain_lora
 from lowtide.compat.torch import FakeTensor, gathered, has_module_hooks
 from lowtide.compat.transformers import (
-    attention_function,
     attention_implementation,
     checkpointed_layers,
     plain_forward,
@@ -42,7 +41,6 @@ from lowtide.memory.kernels.layer_parts import (
     ALONE,
     FAMILIES,
     MIXERS,
-    PASSED,
     Mixer,
     a_norm,
     activation,
@@ -60,8 +58,10 @@ from lowtide.memory.kernels.layer_parts import (
     second_halves,
     takes_rotary,
 )
-from lowtide.ops.attention.attention_plan import NAME, PLAN, ROTARY, AttentionPlan
+from lowtide.ops.attention.attention_plan import NAME, PLAN, AttentionPlan
 from lowtide.ops.attention.cached_attention import CachedPlan
+from lowtide.ops.attention.layer_attention import asked_by, layer_attention
+from lowtide.ops.attention.varlen_attention import AttentionRules
 from lowtide.ops.layers.adapted_linear import adapted_linear
 from lowtide.ops.layers.attention_half import attention_half, normed
 from lowtide.ops.layers.decoder_layer import DecoderLayer, Keeps, Rotary, decoder_layer
@@ -90,7 +90,7 @@ LENGTHS = (4, 3)
 
 KEEPS: dict[str, Keeps] = {"full": "input", "attention": "attention", "matmul": "products"}
 """What a layer keeps by each checkpointing policy."""
-IN_THE_OPEN = ("softcap", "s_aux")
+IN_THE_OPEN = ("softcap", "sinks")
 """What attention is computed with by no fused operation of a CPU."""
 
 logger = logging.getLogger(__name__)
@@ -273,18 +273,19 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 
 @dataclass
 class _Call:
-    """What a layer's attention is called with."""
+    """A layer's attention in one forward."""
 
-    attention: Any
-    kwargs: dict[str, Any]
+    module: Any
+    asked: AttentionRules
+    plan: AttentionPlan | CachedPlan
+    rotary: Rotary | None
+    """By which it turns queries and keys; None: they are turned."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None = None) -> Tensor:
-        attention = self.attention
-        heads = (each.transpose(0, 1)[None] for each in (query, key, value))
-        function = attention_function(attention.config)
-        out, _ = function(attention, *heads, None, dropout=0.0, scaling=attention.scaling, **self.kwargs)
-        out = out.reshape(len(query), -1)
-        return out if gate is None else out * torch.sigmoid(gate.view(len(query), -1))
+        found = layer_attention(
+            self.module, query, key, value, self.plan, self.asked, whose=key, rotary=self.rotary
+        ).reshape(len(query), -1)
+        return found if gate is None else found * torch.sigmoid(gate.view(len(query), -1))
 
 
 class _Known(NamedTuple):
@@ -292,7 +293,8 @@ class _Known(NamedTuple):
 
     marks: tuple[Any, ...]
     layer: DecoderLayer
-    passed_on: dict[str, Any]
+    asked: AttentionRules
+    """Of its attention, if that is known."""
 
 
 _known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
@@ -322,11 +324,10 @@ def _through(
     """What a layer makes of hidden states, each half by its function where there is one."""
     layer = known.layer
     if layer.attention.parts:
-        beside = {name: each for name, each in kwargs.items() if name not in PASSED}
-        rotary = _rotary(self, kwargs)
-        if isinstance(kwargs[PLAN], CachedPlan):  # it turns what it keeps
-            beside[ROTARY], rotary = rotary, None
-        attend = _Call(mixers(self)[0].module, {**beside, **known.passed_on})
+        rotary, plan = _rotary(self, kwargs), kwargs[PLAN]
+        keeps_turned = isinstance(plan, CachedPlan)  # it turns what it keeps
+        attend = _Call(mixers(self)[0].module, known.asked, plan, rotary if keeps_turned else None)
+        rotary = None if keeps_turned else rotary
         if layer.gates.parts:
             return decoder_layer(layer, hidden_states, rotary, attend, dtype, keeps=keeps)
         half = partial(_attended, layer, rotary, attend, dtype)
@@ -348,7 +349,7 @@ def _through(
 
 def _keeps(layer: Any, known: _Known, device: torch.device) -> Keeps:
     """What a layer that is checkpointed keeps. A CPU writes out the scores of attention with soft-caps or sinks."""
-    in_the_open = device.type == "cpu" and any(known.passed_on.get(name) is not None for name in IN_THE_OPEN)
+    in_the_open = device.type == "cpu" and any(known.asked.get(name) is not None for name in IN_THE_OPEN)
     return "input" if in_the_open else KEEPS[checkpointing_policy(layer)]
 
 
@@ -437,8 +438,16 @@ def _known_layer(layer: Any, dtype: torch.dtype) -> _Known | None:
         as_read = read(layer, dtype)
         if isinstance(as_read, str):
             return None
-        known = _known[layer] = _Known(found, as_read, passed_on(layer))
+        known = _known[layer] = _Known(found, as_read, _asked(layer))
     return known
+
+
+def _asked(layer: Any) -> AttentionRules:
+    """What a layer asks of its attention; nothing where that runs as it is."""
+    if attention(layer) is None:
+        return {}
+    module = mixers(layer)[0].module
+    return asked_by(module, passed_on(layer), module.scaling)
 
 
 # -- the proof ----------------------------------------------------------------------------------------------------

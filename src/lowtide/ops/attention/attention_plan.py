@@ -20,8 +20,6 @@ from lowtide.ragged import RaggedBatch, Segment, sent
 T = TypeVar("T")
 NAME = "lowtide"
 """What the engine's attention function is called among those of transformers."""
-ROTARY = "lowtide_rotary"
-"""The keyword argument by which a layer has its attention turn queries and keys, where keys are kept."""
 PLAN = "ragged_plan"
 """The keyword argument in which a plan travels through a model's forward."""
 

@@ -18,7 +18,6 @@ Shapes: tokens are those of all segments, end to end.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -224,8 +223,10 @@ class Pass:
     def attend(self, *heads: Tensor, graph: bool) -> _Attended:
         """Attention, with a graph or without one."""
         assert self.attention_of is not None
-        with torch.enable_grad() if graph else contextlib.nullcontext():
-            leaves = tuple(each.detach().requires_grad_(graph) for each in heads)
+        if not graph:
+            return _Attended(heads, self.attention_of(*heads))
+        with torch.enable_grad():
+            leaves = tuple(each.detach().requires_grad_() for each in heads)
             return _Attended(leaves, self.attention_of(*leaves))
 
     def residual(self, x: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor | None]:

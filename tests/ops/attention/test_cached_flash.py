@@ -26,10 +26,10 @@ def _untried():
 
 def test_stacks_see_the_first_of_their_keys(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cached_flash, "cuda_flash_of_used", flash_of_used)
-    query, key, value = (torch.randn(4, n, 8, dtype=torch.float64) for n in (3, 10, 10))
+    query, key, value = (torch.randn(4, 1, n, 8, dtype=torch.float64) for n in (3, 10, 10))
     used = torch.tensor([1, 10, 4, 7], dtype=torch.int32)
-    hidden = torch.arange(10) >= used[:, None]
-    bias = torch.zeros(4, 1, 10).masked_fill_(hidden[:, None], -1e30).double()
+    hidden = (torch.arange(10) >= used[:, None])[:, None]
+    bias = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30).double()[:, None]
     # The keys are the first half of what there are places for, as those of completions that have left may be.
     keys, values = (torch.cat([each.masked_fill(hidden[..., None], torch.nan)] * 2)[:4] for each in (key, value))
 

@@ -42,8 +42,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[KeyStore]:
 
         def _check(self) -> None:
             for layer in self.layers.values():
-                held = sum(keys.shape[0] * keys.shape[2] for keys, _ in layer.blocks)
-                held += 0 if layer.own is None else layer.own[0].shape[0] * layer.own[0].shape[2]
+                held = sum(block.keys.shape[0] * block.keys.shape[2] for block in layer.blocks)
+                held += 0 if layer.own is None else layer.own.keys.shape[0] * layer.own.keys.shape[2]
                 assert held <= self.held_tokens
                 self.peak = max(self.peak, held)
             assert [line.place for line in self.lines] == list(range(len(self.lines)))

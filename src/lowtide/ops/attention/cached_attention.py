@@ -102,7 +102,7 @@ def seen(
 
 def as_bias(
     mask: Bool[Tensor, "lines tokens keys"], kv_heads: int, share: int, dtype: torch.dtype
-) -> Float[Tensor, "stacks queries keys"]:
+) -> Float[Tensor, "stacks 1 queries keys"]:
     """What is added to the scores: 0 where a key is seen, and so little elsewhere that its weight is 0.
 
     It is finite, so that a token that sees no key of a part gets numbers, which the merge gives no weight.
@@ -118,30 +118,30 @@ def as_bias(
     bias.masked_fill_(~mask, torch.finfo(dtype).min / 4)
     if mask.shape[1] > 1:
         bias = bias.repeat_interleave(share, 1)
-    return bias.repeat_interleave(kv_heads, 0)
+    return bias.repeat_interleave(kv_heads, 0)[:, None]
 
 
 def gather_from(
-    query: Float[Tensor, "stacks queries dim"],
-    key: Float[Tensor, "stacks keys dim"],
-    value: Float[Tensor, "stacks keys value_dim"],
-    bias: Float[Tensor, "stacks _ keys"] | None,
+    query: Float[Tensor, "stacks 1 queries dim"],
+    key: Float[Tensor, "stacks 1 keys dim"],
+    value: Float[Tensor, "stacks 1 keys value_dim"],
+    bias: Float[Tensor, "stacks 1 _ keys"] | None,
     rules: Rules,
-) -> tuple[Float[Tensor, "stacks queries value_dim"], Float[Tensor, "stacks queries 1"]]:
+) -> tuple[Float[Tensor, "stacks 1 queries value_dim"], Float[Tensor, "stacks 1 queries"]]:
     """What queries gather from keys, and the log-sum-exps of their scores, which are at least in float32.
 
-    A stack is a head of keys of a line; its queries are those of all heads and tokens that read it.
+    A stack is a head of keys of a line, alone; its queries are those of all heads and tokens that read it.
     """
     if _on_cpu(query, value, rules):
-        mask = None if bias is None else bias[:, None].to(query.dtype)
-        out, lse = cpu_flash(query[:, None], key[:, None], value[:, None], False, rules.scale, mask)
-        return out[:, 0], lse.view(*query.shape[:2], 1)
-    scores = _scores(query, key, bias, rules)
+        mask = bias if bias is None or bias.dtype == query.dtype else bias.to(query.dtype)
+        return cpu_flash(query, key, value, False, rules.scale, mask)
+    query, key, value = query[:, 0], key[:, 0], value[:, 0]
+    scores = _scores(query, key, bias if bias is None else bias[:, 0], rules)
     top = scores.amax(-1, keepdim=True)
     weights = torch.softmax(scores, -1)
     # The largest weight is exp(top - lse), and at least one over the number of keys.
     lse = top - weights.amax(-1, keepdim=True).log_()
-    return torch.bmm(weights.to(value.dtype), value), lse
+    return torch.bmm(weights.to(value.dtype), value)[:, None], lse.transpose(1, 2)
 
 
 def _on_cpu(query: Tensor, value: Tensor, rules: Rules) -> bool:

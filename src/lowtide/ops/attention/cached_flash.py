@@ -41,18 +41,18 @@ def starts_of(stacks: int, queries: int, keys: int, device: torch.device) -> Sta
 
 
 def gather_used(
-    query: Float[Tensor, "stacks queries dim"],
-    key: Float[Tensor, "stacks keys dim"],
-    value: Float[Tensor, "stacks keys dim"],
+    query: Float[Tensor, "stacks 1 queries dim"],
+    key: Float[Tensor, "stacks 1 keys dim"],
+    value: Float[Tensor, "stacks 1 keys dim"],
     starts: Starts,
     used: Int32[Tensor, " stacks"],
     scale: float,
-) -> tuple[Float[Tensor, "stacks queries dim"], Float[Tensor, "stacks queries 1"]]:
+) -> tuple[Float[Tensor, "stacks 1 queries dim"], Float[Tensor, "stacks 1 queries"]]:
     """What `gather_from` gives where each stack sees the first `used` of its keys, at least one."""
-    longest = query.shape[1], key.shape[1]
-    queries, keys, values = (each.flatten(0, 1)[:, None] for each in (query, key, value))
+    longest = query.shape[2], key.shape[2]
+    queries, keys, values = (each.flatten(0, 2)[:, None] for each in (query, key, value))
     out, lse = cuda_flash_of_used(queries, keys, values, starts, longest, used, scale)
-    return out.view_as(query), lse.view(*query.shape[:2], 1)
+    return out.view_as(query), lse.view(query.shape[:3])
 
 
 def serves(query: Tensor, value: Tensor, rules: Rules) -> bool:
@@ -71,12 +71,12 @@ def right_on(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Whether the kernel gives what written-out scores give; says so if not."""
     stacks, queries, keys = 5, 6, 300
     generator = torch.Generator().manual_seed(0)
-    numbers = [torch.randn(stacks, n, dim, generator=generator) for n in (queries, keys, keys)]
+    numbers = [torch.randn(stacks, 1, n, dim, generator=generator) for n in (queries, keys, keys)]
     query, key, value = (each.to(device, dtype) for each in numbers)
     used = torch.tensor([1, keys, 129, 64, 17], dtype=torch.int32, device=device)
-    hidden = torch.arange(keys, device=device) >= used[:, None]
+    hidden = (torch.arange(keys, device=device) >= used[:, None])[:, None]
     key, value = (each.masked_fill(hidden[..., None], 100.0) for each in (key, value))
-    bias = torch.zeros(stacks, 1, keys, device=device).masked_fill_(hidden[:, None], torch.finfo(torch.float32).min / 4)
+    bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, torch.finfo(torch.float32).min / 4)[:, None]
     rules = Rules(dim**-0.5)
     with torch.no_grad(), without_autocast(device):
         wanted = gather_from(query.float(), key.float(), value.float(), bias, rules)

@@ -10,6 +10,7 @@ states [lines, ...].
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lowtide.ops.attention.cached_kernels import Kept
 from lowtide.ragged import SegmentImage
 
 T = TypeVar("T")
@@ -54,28 +56,45 @@ class Line:
         return len(self.group.prompt) + self.held
 
 
+@dataclass(eq=False)
+class Held:
+    """Keys and values of one layer [.., kv_heads, places, dim], and how steps see them."""
+
+    keys: Tensor
+    values: Tensor
+
+    @functools.cached_property
+    def rows(self) -> Kept:
+        """Places one after the other."""
+        return Kept(*(x.view(-1, x.shape[-1]) for x in (self.keys, self.values)))
+
+    @functools.cached_property
+    def stacks(self) -> tuple[Tensor, Tensor]:
+        """[.. x kv_heads, 1, places, dim]."""
+        keys, values = (x.flatten(0, 1)[:, None] for x in (self.keys, self.values))
+        return keys, values
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Held:
+        """Others in their place, made one after the other, so that only one is there twice; this is used up."""
+        keys, values = self.keys, self.values
+        vars(self).clear()
+        keys = change(keys)
+        return Held(keys, change(values))
+
+
 @dataclass
 class LayerKeys:
     """Keys and values of one layer."""
 
-    blocks: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    own: tuple[Tensor, Tensor] | None = None
+    blocks: list[Held] = field(default_factory=list)
+    own: Held | None = None
 
-    def own_for(self, key: Tensor, value: Tensor, lines: int, capacity: int) -> tuple[Tensor, Tensor]:
+    def own_for(self, key: Tensor, value: Tensor, lines: int, capacity: int) -> Held:
         """The completions' own, made when they are first asked for. `key`, `value` [tokens, kv_heads, dim]."""
         if self.own is None:
             # Zeros: what is not seen is multiplied by a weight of 0, which leaves nothing of finite numbers alone.
-            self.own = tuple(x.new_zeros(lines, x.shape[1], capacity, x.shape[2]) for x in (key, value))  # type: ignore[assignment]
-        assert self.own is not None
+            self.own = Held(*(x.new_zeros(lines, x.shape[1], capacity, x.shape[2]) for x in (key, value)))
         return self.own
-
-    def change_own(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Replaces the completions' own, one after the other, so that only one is there twice."""
-        if self.own is not None:
-            keys, values = self.own
-            self.own = None
-            keys = change(keys)
-            self.own = (keys, change(values))
 
 
 def blocks_of(lengths: Sequence[int]) -> list[list[int]]:
@@ -140,8 +159,8 @@ class KeyStore:
 
     def tensors(self) -> list[Tensor]:
         """All that is held."""
-        pairs = [pair for layer in self.layers.values() for pair in (*layer.blocks, layer.own) if pair is not None]
-        return [*(tensor for pair in pairs for tensor in pair), *self.states.values()]
+        held = [each for layer in self.layers.values() for each in (*layer.blocks, layer.own) if each is not None]
+        return [*(tensor for each in held for tensor in (each.keys, each.values)), *self.states.values()]
 
     # -- who is there -------------------------------------------------------------------------------------------
 
@@ -198,10 +217,10 @@ class KeyStore:
             index = torch.tensor(kept, device=self.device)
             longest = max((len(block[place].prompt) for place in kept), default=0)
             for layer in self.layers.values():
-                pair = layer.blocks.pop(number)
+                block = layer.blocks.pop(number)
                 if kept:
-                    left = tuple(tensor[:, :, :longest].index_select(0, index) for tensor in pair)
-                    layer.blocks.insert(number, left)  # type: ignore[arg-type]
+                    left = block.changed(lambda x, index=index, most=longest: x[:, :, :most].index_select(0, index))
+                    layer.blocks.insert(number, left)
 
     def _move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the own keys of some lines over those of others."""
@@ -209,7 +228,7 @@ class KeyStore:
             return
         source, target = (torch.tensor(places, device=self.device) for places in (sources, targets))
         for layer in self.layers.values():
-            for tensor in layer.own or ():
+            for tensor in () if layer.own is None else (layer.own.keys, layer.own.values):
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
         for state in self.states.values():
             state.index_copy_(0, target, state.index_select(0, source))
@@ -267,7 +286,7 @@ class KeyStore:
             return new
 
         for layer in self.layers.values():
-            layer.change_own(changed)
+            layer.own = None if layer.own is None else layer.own.changed(changed)
         for name, state in self.states.items():
             if state.shape[0] != lines:
                 kept = state[:lines]

@@ -17,13 +17,13 @@ from torch import Tensor
 from lowtide.ops.attention.attention_plan import AttentionPlan, Rules, Sight
 from lowtide.ops.attention.cached_attention import CachedPlan, Part, Rotary, as_bias, gather_from, merged, seen
 from lowtide.ops.attention.cached_flash import Starts, gather_used, serves, starts_of
-from lowtide.ops.attention.cached_kernels import Grouping, Kept, merge_rows, turn_and_keep
+from lowtide.ops.attention.cached_kernels import Grouping, merge_rows, turn_and_keep
 from lowtide.ops.attention.varlen_attention import AttentionRules, in_autocast, rules_of, varlen_attention
 from lowtide.ops.layers.layer_kernels import rotate_
 from lowtide.ops.recurrence.convolution import causal_convolution
 from lowtide.ops.recurrence.recurrence import Recurrence
 from lowtide.ragged import PositionRule, RaggedBatch, Segment, Shown, sent
-from lowtide.rollout.generators.cache import Group, KeyStore, LayerKeys, Line
+from lowtide.rollout.generators.cache import Group, Held, KeyStore, LayerKeys, Line
 from lowtide.score_rules import IGNORE
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class PromptPlan(CachedPlan):
         held = self.store.layers.setdefault(layer, LayerKeys())
         if len(held.blocks) < len(self.store.blocks):  # layers that share keys keep them once
             for index in self._index:
-                held.blocks.append((_heads_first(key, index), _heads_first(value, index)))
+                held.blocks.append(Held(_heads_first(key, index), _heads_first(value, index)))
         return varlen_attention(query, key, value, self.ragged, **asked)
 
     def recur(self, layer: Hashable, recurrence: Recurrence, chunk: int) -> Tensor:
@@ -173,13 +173,12 @@ class NextPlan(_LaterPlan):
         grouping = self.store.once(("grouping", *shape), lambda: self._grouping(*shape[1:]))
         if layer not in self._appended:  # layers that share keys append them once
             self._appended.add(layer)
-            kept = Kept(*(x.view(-1, x.shape[-1]) for x in own))
-            query, grouped = turn_and_keep(heads, rotary, kept, self._place(key.shape[1]), grouping)
+            query, grouped = turn_and_keep(heads, rotary, own.rows, self._place(key.shape[1]), grouping)
         else:
             assert rotary is None, "layers that share keys take them turned"
             grouped = query.reshape(-1, query.shape[-1]).index_select(0, grouping.source)
         flash = self.once(("flash", rules[:3], query.dtype, shape), lambda: serves(query, value, rules))
-        out, lse = self._from_own(query.reshape(-1, shape[2], query.shape[-1]), own, rules, shape, flash)
+        out, lse = self._from_own(query.reshape(-1, 1, shape[2], query.shape[-1]), own, rules, shape, flash)
         others = self._from_prompts(grouped, held.blocks, rules, shape, flash)
         if rules.sinks is None:
             return merge_rows(out, lse, others, grouping).view(*query.shape[:2], -1)
@@ -210,17 +209,17 @@ class NextPlan(_LaterPlan):
 
         return self.once(("place", kv_heads), make)
 
-    def _from_own(
-        self, query: Tensor, own: tuple[Tensor, Tensor], rules: Rules, shape: Shape, flash: bool
-    ) -> tuple[Tensor, Tensor]:
+    def _from_own(self, query: Tensor, own: Held, rules: Rules, shape: Shape, flash: bool) -> tuple[Tensor, Tensor]:
         """What heads of tokens gather of the completions' own keys, [rows, value_dim] and [rows].
 
         Args:
-            query: [stacks, share, dim].
+            query: [stacks, 1, share, dim].
             flash: whether flash attention serves, which is told how many keys are used; else a bias hides the others.
         """
         (_, kv_heads, share), stacks = shape, len(query)
-        keys, values = (x.flatten(0, 1)[:stacks] for x in own)
+        keys, values = own.stacks
+        if keys.shape[0] > stacks:
+            keys, values = keys[:stacks], values[:stacks]
 
         def used() -> Tensor:
             return (self.held + 1).to(torch.int32).repeat_interleave(kv_heads)
@@ -236,23 +235,23 @@ class NextPlan(_LaterPlan):
             counts = self.once(("used", kv_heads), used)
             found = gather_used(query, keys, values, starts, counts, rules.scale)
         else:
-            keys, values = (x[:, : self.store.width] for x in (keys, values))
+            keys, values = (x.narrow(2, 0, self.store.width) for x in (keys, values))
             hides = self.once(("own", rules.sight, query.dtype, kv_heads), bias)
             found = gather_from(query, keys, values, hides, rules)
-        return found[0].flatten(0, 1), found[1].flatten()
+        return found[0].flatten(0, 2), found[1].flatten()
 
     def _from_prompts(
-        self, query: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], rules: Rules, shape: Shape, flash: bool
+        self, query: Tensor, blocks: Sequence[Held], rules: Rules, shape: Shape, flash: bool
     ) -> tuple[Tensor, Tensor]:
         """As `_from_own`, of prompts' keys, by grouped queries [grouped, dim], and grouped."""
         (_, kv_heads, share), found, start = shape, [], 0
-        for number, ((keys, values), most) in enumerate(zip(blocks, self.store.once("most", self._most), strict=True)):
-            stacks = keys.shape[0] * kv_heads
-            span = slice(start, start + stacks * most * share)
-            stacked, start = query[span].view(stacks, most * share, -1), span.stop
-            keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+        for number, (block, most) in enumerate(zip(blocks, self.store.once("most", self._most), strict=True)):
+            keys, values = block.stacks
+            count = keys.shape[0] * most * share
+            own = query if len(blocks) == 1 else query.narrow(0, start, count)
+            stacked, start = own.view(keys.shape[0], 1, most * share, -1), start + count
             if flash:
-                starts = self._starts(stacks, most * share, keys.shape[1])
+                starts = self._starts(keys.shape[0], most * share, keys.shape[2])
                 used = self.store.once(
                     ("used", number, kv_heads), lambda number=number: self._lengths(number, kv_heads)
                 )
@@ -263,7 +262,7 @@ class NextPlan(_LaterPlan):
                     lambda number=number: self._prompt_bias(number, rules.sight, shape, query.dtype),
                 )
                 part = gather_from(stacked, keys, values, bias, rules)
-            found.append((part[0].flatten(0, 1), part[1].flatten()))
+            found.append((part[0].flatten(0, 2), part[1].flatten()))
         if len(found) == 1:
             return found[0]
         out, lse = (torch.cat(each) for each in zip(*found, strict=True))
@@ -382,9 +381,9 @@ class RepliesPlan(_LaterPlan):
         for line, count in self.lines:
             span, stop = slice(start, start + count), line.held + count
             if fresh:
-                for into, new in zip(own, (key, value), strict=True):
+                for into, new in zip((own.keys, own.values), (key, value), strict=True):
                     into[line.place, :, line.held : stop] = new[span].transpose(0, 1)
-            mine = (own[0][line.place, None, :, :stop], own[1][line.place, None, :, :stop])
+            mine = own.keys[line.place, :, None, :stop], own.values[line.place, :, None, :stop]
             of_line = heads[span].transpose(0, 1)[None]  # [1, kv_heads, tokens, share, dim]
             prompt = self._prompt_of(line, held)
             parts = [self._part(of_line, mine, line, rules, own=True), self._part(of_line, prompt, line, rules)]
@@ -416,10 +415,11 @@ class RepliesPlan(_LaterPlan):
         return AttentionPlan(parts, self.positions)
 
     def _prompt_of(self, line: Line, held: LayerKeys) -> tuple[Tensor, Tensor]:
-        for block, (keys, values) in zip(self.store.blocks, held.blocks, strict=True):
+        """Keys and values [kv_heads, 1, tokens, dim]."""
+        for block, of_block in zip(self.store.blocks, held.blocks, strict=True):
             if line.group in block:
                 place, length = block.index(line.group), len(line.group.prompt)
-                return keys[place, None, :, :length], values[place, None, :, :length]
+                return of_block.keys[place, :, None, :length], of_block.values[place, :, None, :length]
         raise AssertionError("a completion is written of a prompt whose keys are held")
 
     def _part(self, query: Tensor, keys: tuple[Tensor, Tensor], line: Line, rules: Rules, own: bool = False) -> Part:
@@ -433,6 +433,5 @@ class RepliesPlan(_LaterPlan):
             return as_bias(mask, query.shape[1], query.shape[3], query.dtype)
 
         bias = self.once((line, own, rules.sight, query.dtype, query.shape[1]), make)
-        found = gather_from(query[0].flatten(1, 2), keys[0][0], keys[1][0], bias, rules)
-        out, lse = (x.unflatten(1, query.shape[2:4]).transpose(0, 1).flatten(1, 2) for x in found)
-        return Part(out, lse[..., 0])
+        found = gather_from(query[0].flatten(1, 2)[:, None], *keys, bias, rules)
+        return Part(*(x[:, 0].unflatten(1, query.shape[2:4]).transpose(0, 1).flatten(1, 2) for x in found))

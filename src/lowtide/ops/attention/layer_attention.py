@@ -39,8 +39,8 @@ def asked_by(module: Any, given: Mapping[str, Any], scale: float | None, dropout
 def layer_attention(
     module: Any,
     query: Float[Tensor, "tokens heads dim"],
-    key: Float[Tensor, "tokens kv_heads dim"],
-    value: Float[Tensor, "tokens kv_heads value_dim"],
+    key: Float[Tensor, "keys kv_heads dim"],
+    value: Float[Tensor, "keys kv_heads value_dim"],
     plan: AttentionPlan | CachedPlan,
     asked: AttentionRules,
     *,

@@ -72,6 +72,8 @@ KEEPING = [
     ("qwen3_5", "full"),
 ]
 """Families whose layers differ in what attention is given, and in what mixes tokens."""
+DELTA_RULE = ("qwen3_5", "qwen3_5_moe")
+"""Of their gradients, those of transformers' layers in float32 are 4e-6 from those in float64 themselves."""
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -86,7 +88,7 @@ def test_a_step_is_that_of_the_layers_as_they_were(kind, way, checkpointing):
         wanted_loss, wanted = run(plain, batch)
         loss, got = run(fused, batch)
         torch.testing.assert_close(loss, wanted_loss)
-        assert_close(got, wanted, 5e-6)
+        assert_close(got, wanted, 1e-5 if kind in DELTA_RULE else 5e-6)
     undo()
     assert_same(run(fused, separate())[1], run(plain, separate())[1])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -196,7 +197,7 @@ def _why_not_fused(site: Site) -> str | None:
             "what it keeps of attention lies where activation_offloading takes nothing: checkpoint layers by the "
             "policy 'full'"
         )
-    if "stream" in (options.base_weights, options.trained_weights):
+    if "stream" in (options.base_weights, options.trained_weights) or stream_of(site.model) is not None:
         return "weights that are streamed come for a layer's own forward: switch one of them off"
     split = (sharding.sequence_parallel, sharding.tensor_parallel, sharding.pipeline_parallel)
     if sharding.by_deepspeed or max(split) > 1:
@@ -211,11 +212,19 @@ def _why_not_fused(site: Site) -> str | None:
 
 
 def _fused(site: Site) -> Callable[[], None] | None:
+    """Fuses layers of the model, and with it of what it is compared with: layers that are computed alike agree to the
+    last bit where their weights do."""
+    undo = ExitStack()
     try:
-        return fuse_layers(site.model, _mixed(site.options))
+        undo.callback(fuse_layers(site.model, _mixed(site.options)))
     except ValueError as reason:  # it was fine as the run was made: hooks came since
         logger.warning(f"layers run as they were: {reason}")
         return None
+    for model in site.compared():
+        if model is not site.model and _why_not_fused(replace(site, model=model)) is None:
+            with suppress(ValueError):
+                undo.callback(fuse_layers(model, _mixed(site.options)))
+    return undo.close
 
 
 def _streamed(site: Site) -> Callable[[], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,8 @@ class Site:
     model: nn.Module
     device: torch.device
     ranks: int = 1
+    compared: Callable[[], Sequence[nn.Module]] = tuple
+    """What it is compared with, once that is there: a reference, or teachers; the model itself may be among them."""
 
 
 Reason = Callable[[Site], str | None]

@@ -414,12 +414,16 @@ class TrainingRun:
         if self.shares_rounds and not sharing:
             self.collator = WholeRounds(self.collator)
         self._drawing = self.method.rows.drawing(args, self.tokenizer, self.vocab_size, self.reader)
-        self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size))
+        self.active = ActiveTechniques(Site(args, self.model, args.device, args.world_size, self._compared))
         self.active.prepare()
         folder = args.activation_offloading_dir or folder_on_a_disk(args.output_dir)
         self.place = place_maker(args.chain_storage, self.model, args.device, folder)
         coefficient = getattr(args, "router_aux_loss_coef", None)
         self.aux_coefficient = router_coefficient(cast(Any, causal_model(self.model)), coefficient, args.sharding)
+
+    def _compared(self) -> Sequence[nn.Module]:
+        """What the model is compared with, once it is made."""
+        return self._referred()
 
     def make_reference(self) -> Scorer | None:
         """The reference, for a method that has one."""

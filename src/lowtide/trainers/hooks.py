@@ -270,6 +270,7 @@ class LowtideTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """The batches of one optimizer step as one, at the last of the Trainer's places, where it steps; the earlier
         ones stay empty, and all do at the end of a stream, which may have fewer batches left than a step takes."""
+        self.step_taker.begin()
         with self.stopping.between_steps(lambda: self._save_checkpoint(self.model, None)):
             step = self.batch_maker.of_step(epoch_iterator, num_batches)
         if step is not None:
@@ -346,7 +347,7 @@ class LowtideTrainer(Trainer):
         """The gradients of one optimizer step; nothing at the places that accumulation leaves empty."""
         if inputs is None:
             return torch.zeros((), device=self.args.device)
-        loss = self.step_taker.gradients(model, inputs)
+        loss = self.step_taker.gradients(inputs)
         self.stepped()
         return loss
 

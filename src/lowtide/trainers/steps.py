@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.world import distributed
@@ -31,12 +31,24 @@ class Steps:
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.seconds, self.tokens = 0.0, 0
+        self._rehearsed = False
 
-    def gradients(self, model: nn.Module, inputs: RaggedBatch) -> Tensor:
+    def begin(self) -> None:
+        """Has techniques take hold, unless they do: before the first rows are drawn, so that those that a method writes
+        or scores beforehand are computed as those of later steps, and a resumed run's are."""
+        trainer = self.trainer
+        if trainer.runner.begun:
+            return
+        trainer.runner.model, trainer.runner.updater.optimizer = trainer.model_wrapped, trainer.optimizer
+        trainer.runner.begin()
+        self._rehearsed = False
+
+    def gradients(self, inputs: RaggedBatch) -> Tensor:
         """Forms the gradients of one optimizer step, and returns its loss."""
         trainer, start = self.trainer, time.perf_counter()
-        if not trainer.runner.begun:
-            self._begin(model)
+        self.begin()
+        if not self._rehearsed:
+            self._rehearse()
         with self.named(), trainer.compute_loss_context_manager():
             loss = trainer.runner.gradients(inputs)
         every = self.args.torch_empty_cache_steps
@@ -46,14 +58,12 @@ class Steps:
         self.tokens += self.own_tokens(inputs)
         return loss
 
-    def _begin(self, model: nn.Module) -> None:
-        """What precedes the first step, and a rehearsal of the heaviest micro-batch."""
-        trainer = self.trainer
+    def _rehearse(self) -> None:
+        """Runs the heaviest micro-batch, before the first step."""
+        trainer, self._rehearsed = self.trainer, True
         trainer.run_log.mark.note("loading")
         if cost := trainer.own_loss.cost():
             logger.warning(f"{cost}; a loss of log-probs, from `make_objective`, needs none of them")
-        trainer.runner.model, trainer.runner.updater.optimizer = model, trainer.optimizer
-        trainer.runner.begin()
         if self.args.rehearsal:
             lengths = trainer.row_lengths(trained=True)
             with trainer.compute_loss_context_manager():

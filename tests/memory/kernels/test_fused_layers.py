@@ -446,3 +446,20 @@ def test_by_default_layers_are_fused_where_they_are_faster():
         assert "replaces what mlp_tile_tokens replaces" in (_idle(model, mlp_tile_tokens=8) or "")
     with planning_for("cuda", (7, 5)):
         assert "compute capability 8.0" in (_idle(model) or "")
+
+
+def test_what_a_model_is_compared_with_is_computed_as_it_is():
+    model, reference, other = prepared(build()), prepared(build()), prepared(build("phi3"))
+    reference.load_state_dict(model.state_dict())
+    reference.requires_grad_(False)
+    config = SFTConfig(use_cpu=True, bf16=False, report_to="none", gradient_checkpointing=False)
+    site = Site(config, model, torch.device("cpu"), compared=lambda: [model, reference, other])
+    plain = loss_of(reference, separate())
+
+    undo = TECHNIQUES["fused layers"].begin(site)
+    assert torch.equal(loss_of(model, separate()), loss_of(reference, separate()))
+    assert not torch.equal(loss_of(reference, separate()), plain)
+    assert all("forward" not in vars(layer) for layer in other.model.layers)
+
+    undo()
+    assert torch.equal(loss_of(reference, separate()), plain)

@@ -70,3 +70,16 @@ def test_a_checkpoint_within_a_window_holds_it_under_its_manifest(tmp_path):
     resumed = online(tmp_path, **WINDOW, max_steps=15, **SAVING)
     with pytest.raises(ValueError, match="rollout_0"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_the_first_rows_are_written_and_scored_as_later_ones_are(tmp_path):
+    begun = []
+
+    def written(prompts, trainer):
+        begun.append(trainer.runner.begun)
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        count = len(prompts)
+        return {"prompt_ids": ids, "completion_ids": [[5, 6, 7]] * count, "logprobs": [[-1.0] * 3] * count}
+
+    trained(tmp_path, max_steps=2, arguments={"rollout_func": written})
+    assert begun == [True, True]

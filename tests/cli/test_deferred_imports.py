@@ -27,7 +27,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("code", slow_but((), WAYS, swept=WAYS[2:]))
+@pytest.mark.parametrize("code", slow_but((), WAYS, swept=WAYS[1:]))
 def test_a_package_is_whole_once_it_is_used(code):
     pytest.importorskip("bitsandbytes")
     assert said(code) == "Linear4bit"
@@ -36,8 +36,8 @@ def test_a_package_is_whole_once_it_is_used(code):
 @pytest.mark.slow
 def test_peft_loads_none_of_it():
     pytest.importorskip("bitsandbytes")
-    assert said("import peft, importlib.util as u; print('bitsandbytes.nn' in sys.modules)") == "False"
-    assert said("import peft; from peft.import_utils import is_bnb_available as there; print(there())") == "True"
+    code = "import peft; from peft.import_utils import is_bnb_available as there; "
+    assert said(code + "print('bitsandbytes.nn' in sys.modules, there())") == "False True"
 
 
 @pytest.mark.slow

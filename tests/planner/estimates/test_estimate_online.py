@@ -37,14 +37,16 @@ PROMPTS = [7, 11, 5, 9]
 CPU = device_named("cpu")
 
 
-def run_of(folder: Any, method: str = "GRPO", reward: Any = None, inputs: Any = None, **options: Any) -> FakeRun:
+def run_of(
+    folder: Any, method: str = "GRPO", reward: Any = None, inputs: Any = None, model: Any = POLICY, **options: Any
+) -> FakeRun:
     always = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
     small = {"per_device_train_batch_size": 4, "max_completion_length": 12}
     more = {"num_generations": 4} if method == "GRPO" else {}
     config = getattr(lowtide, f"{method}Config")(**always | small | more | options)
     rows = Dataset.from_list(rows_of(PROMPTS, writes=True))
     rewards = DescribedRewards.of(reward)
-    return FakeRun(method_of(config), config, POLICY, rows, prepared=True, rewards=rewards, **(inputs or {}))
+    return FakeRun(method_of(config), config, model, rows, prepared=True, rewards=rewards, **(inputs or {}))
 
 
 def estimated(folder: Any, method: str = "GRPO", reward: Any = None, inputs: Any = None, **options: Any) -> Estimate:
@@ -160,6 +162,20 @@ def test_a_copy_with_merged_adapters_is_counted_when_asked_for(tmp_path):
     policy = AutoModelForCausalLM.from_config(POLICY)
     layers = sum(each.weight.numel() for each in policy.model.modules() if isinstance(each, nn.Linear))
     assert merged - own == 4 * layers
+
+
+@pytest.mark.slow
+def test_merged_experts_are_counted_when_asked_for(tmp_path):
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+    mixture = AutoConfig.for_model("qwen3_moe", **SIZES, **sizes)
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=[], target_parameters=stacks)
+    own, merged = (
+        estimated(tmp_path, model=mixture, inputs={"peft_config": adapters}, generation_weights=each).phases["generate"]
+        for each in ("trained", "copy")
+    )
+    numbers = sum(each.numel() for each in AutoModelForCausalLM.from_config(mixture).parameters() if each.dim() == 3)
+    assert merged["weights"] - own["weights"] == 4 * numbers
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ always computed in groups.
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from lowtide.compat.transformers import (
     stack_names,
 )
 from lowtide.ops.layers.adapted_experts import AdaptedStack, Pairs, summed_over_experts, taken_by_experts
-from lowtide.ops.layers.stacks import StoredStack, stored_stacks
+from lowtide.ops.layers.stacks import StoredStack, stored_stacks, with_stacks
 from lowtide.ops.target import autocast_dtype, kind_of
 
 LORAS = "lowtide_loras"
@@ -50,6 +51,19 @@ def install_experts(model: nn.Module, *, quantized_alone: bool = False) -> None:
     for module in model.modules():
         if stored_stacks(module):
             module.forward = types.MethodType(_experts_forward, module)
+
+
+def experts_by(experts: nn.Module, stacks: Mapping[str, Tensor]) -> nn.Module:
+    """What computes as experts do, without gradients, with other stacks in the place of some of theirs: of quantized
+    ones what they stand for, of others with adapters what they are together.
+
+    Args:
+        experts: which have adapters around them, or are quantized, after `install_experts`.
+        stacks: by the names of theirs, and as these lie.
+    """
+    made = with_stacks(experts, stacks)
+    made.forward = types.MethodType(_experts_forward, made)
+    return made
 
 
 def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:

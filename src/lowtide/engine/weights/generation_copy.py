@@ -1,4 +1,5 @@
-"""A copy of a model's weights to write by: while completions are written, plain linear layers stand in for its own.
+"""A copy of a model's weights to write by: while completions are written, plain linear layers stand in for its own,
+and experts with dense stacks for experts.
 
 A decode step reads every weight for a few rows, so that whatever is done to a weight before its product costs more than
 the product: a master in float32 is cast to 16 bits, a quantized weight is made dense, an adapter adds two products and
@@ -12,16 +13,18 @@ in 16 bits by more than a young adapter adds to a weight. vLLM and verl (`lora.m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lowtide.compat.peft import PlainLora, has_adapters, is_trained_beside, plain_lora
+from lowtide.compat.peft import PlainLora, has_adapters, is_trained_beside, plain_lora, stack_loras
 from lowtide.compat.torch import children_of, has_module_hooks
+from lowtide.compat.transformers import has_stacks, run_in_groups, stack_names
 from lowtide.engine.forward import COMPUTED_IN, causal_model, embedding_weight, model_beside
+from lowtide.engine.layers.experts import experts_by
 from lowtide.engine.layers.linear import install_linear, is_as_torch_has_it
 from lowtide.engine.weights.quantized import (
     dense_twin,
@@ -31,14 +34,16 @@ from lowtide.engine.weights.quantized import (
     product_dtype,
 )
 from lowtide.ops.layers import float8
+from lowtide.ops.layers.stacks import added, stored_stacks
 
 
 class StandIn(NamedTuple):
-    """A linear layer of a copy, and where it stands."""
+    """A layer of a copy: a linear one, or experts."""
 
     owner: nn.Module
     """The module that it is a child of."""
-    layer: nn.Linear
+    weights: list[nn.Parameter]
+    """Those of the copy alone."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,13 @@ class GenerationCopy:
                     layer = place.make().train(place.owner.training)
                 before.append((place, children_of(place.owner)[place.name]))
                 children_of(place.owner)[place.name] = layer
-                made.append(StandIn(place.owner, layer))
+                made.append(StandIn(place.owner, [getattr(layer, name) for name in place.weights]))
             yield made
         finally:
             for place, module in before:
                 children_of(place.owner)[place.name] = module
-            for _, layer in made:  # a fused layer remembers the weights that it last ran by
-                layer.weight.data = layer.weight.data.new_empty(0)
+            for weight in (each for layer in made for each in layer.weights):
+                weight.data = weight.data.new_empty(0)  # a fused layer remembers the weights that it last ran by
 
     def _places(self, model: nn.Module, part: nn.Module | None = None) -> Iterator[_Place]:
         inner: Any = causal_model(model)
@@ -89,13 +94,15 @@ class GenerationCopy:
 
 
 class _Place(NamedTuple):
-    """A module in whose place a plain linear layer may stand."""
+    """A module in whose place another may stand: a plain linear layer, or experts by other stacks."""
 
     owner: nn.Module
     name: str
     bytes: int
-    """Of the weight of the layer that stands there."""
-    make: Callable[[], nn.Linear]
+    """Of the weights that the module which stands there has of its own."""
+    make: Callable[[], nn.Module]
+    weights: Sequence[str] = ("weight",)
+    """Their names."""
 
 
 class _Products(NamedTuple):
@@ -116,7 +123,9 @@ class _Products(NamedTuple):
         for name, child in owner.named_children():
             if child is self.beside or is_trained_beside(child):
                 continue  # the latter is a whole head or embedding, or some rows of it
-            if has_adapters(child):
+            if has_stacks(experts := _inmost(child)):
+                yield from self._of_experts(owner, name, child, experts)
+            elif has_adapters(child):
                 yield from self._of_adapted(owner, name, child)
             elif isinstance(child, nn.Linear):
                 yield from self._of_linear(owner, name, child)
@@ -142,6 +151,31 @@ class _Products(NamedTuple):
             for adapter in layer.active_adapters:
                 if adapter in matrices:
                     yield from self._of_linear(matrices, adapter, matrices[adapter])
+
+    def _of_experts(self, owner: nn.Module, name: str, layer: nn.Module, experts: nn.Module) -> Iterator[_Place]:
+        """Of routed experts: the stacks that are quantized, dense, and with adapters merged where they may be."""
+        stored, loras = stored_stacks(experts), stack_loras(layer)
+        if loras is None or has_module_hooks(experts) or (stored and not self.alike and self.computed_in is None):
+            return
+        plain: dict[str, Tensor] = {each: getattr(experts, each) for each in stack_names(experts) if each not in stored}
+        dtypes = dict.fromkeys(stored, self.computed_in or self.stored) | {n: w.dtype for n, w in plain.items()}
+        wide = all((self.computed_in or dtype).itemsize >= 4 for dtype in dtypes.values())
+        merged = loras if run_in_groups(experts) and (self.merges or wide) else {}
+        names = [*stored, *(each for each in plain if each in merged)]
+        if not names:
+            return
+
+        def stack(each: str) -> Tensor:
+            dtype = dtypes[each]
+            if each not in merged:
+                return stored[each].dense(dtype)
+            dense = plain[each] if each in plain else stored[each].dense(torch.promote_types(dtype, torch.float32))
+            return added(dense, *merged[each], dtype)
+
+        if loras and not merged:  # adapters stay around them
+            owner, name = _around(layer, experts), "base_layer"
+        size = sum(_size((stored | plain)[each].shape, dtypes[each]) for each in names)
+        yield _Place(owner, name, size, lambda: experts_by(experts, {each: stack(each) for each in names}), names)
 
     def _of_linear(self, owner: nn.Module, name: str, layer: nn.Linear, is_head: bool = False) -> Iterator[_Place]:
         dtype = self._dtype_of(layer)
@@ -180,8 +214,22 @@ class _Products(NamedTuple):
         return _stand_in(layer, merged.to(dtype), is_head=is_head)
 
 
+def _inmost(module: Any) -> nn.Module:
+    """A module without the adapters around it, which of experts stand each inside the next."""
+    return module.get_base_layer() if has_adapters(module) else module
+
+
+def _around(layer: nn.Module, inside: nn.Module) -> nn.Module:
+    """The innermost of the layers around a module."""
+    return next(each for each in layer.modules() if children_of(each).get("base_layer") is inside)
+
+
+def _size(shape: torch.Size, dtype: torch.dtype) -> int:
+    return shape.numel() * dtype.itemsize
+
+
 def _bytes(layer: nn.Linear, dtype: torch.dtype) -> int:
-    return layer.out_features * layer.in_features * dtype.itemsize
+    return _size(torch.Size((layer.out_features, layer.in_features)), dtype)
 
 
 def _stand_in(layer: nn.Linear, weight: Tensor, *, is_head: bool) -> nn.Linear:

@@ -8,6 +8,7 @@ Here they are stored in few bits as matrices are: in NF4 or FP4 as a model is lo
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple, cast
@@ -76,6 +77,35 @@ def put_stack_in_4_bits(experts: nn.Module, name: str, device: torch.device) -> 
     """Stores a stack in NF4 on a device."""
     stack: Tensor = getattr(experts, name)
     setattr(experts, name, in_4_bits(stack.data.to(device)))
+
+
+def with_stacks(experts: nn.Module, stacks: Mapping[str, Tensor]) -> nn.Module:
+    """The same experts with other stacks in the place of some, frozen; where those are quantized, these are what they
+    stand for."""
+    quantized, made = stored_stacks(experts), copy.copy(experts)
+    frozen = {name: nn.Parameter(stack, requires_grad=False) for name, stack in stacks.items()}
+    scales = {name + float8.SCALES for name in stacks}
+    own = vars(made)
+    own["_parameters"] = dict(experts.named_parameters(recurse=False)) | frozen
+    own["_buffers"] = {name: each for name, each in experts.named_buffers(recurse=False) if name not in scales}
+    own[STAND_INS] = {name: StoredStack(each.shape, each.to) for name, each in frozen.items() if name in quantized}
+    return made
+
+
+def added(stack: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A stack with `left @ right` added to each matrix, summed up in float32 at least; one expert at a time, beside
+    which nothing of its size is made.
+
+    Args:
+        stack: [experts, rows, columns].
+        left: [experts, rows, rank].
+        right: [experts, rank, columns].
+        dtype: of what is returned.
+    """
+    wide, made = torch.promote_types(dtype, torch.float32), torch.empty_like(stack, dtype=dtype)
+    for out, matrix, *factors in zip(made, stack, left, right, strict=True):
+        out.copy_(torch.addmm(matrix.to(wide), *(factor.to(wide) for factor in factors)))
+    return made
 
 
 @contextlib.contextmanager

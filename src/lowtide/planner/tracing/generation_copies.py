@@ -55,6 +55,6 @@ def traced_copy(copy: GenerationCopy | None, model: nn.Module, layers: int, trac
     with copy.standing_in(model) as made:
         stack = (layers and stack_of(causal_model(model), layers)) or ()
         of_layer = {id(part): trace.place(number) for number, layer in enumerate(stack) for part in layer.modules()}
-        for owner, layer in made:
-            trace.belongs([layer.weight], "weights", of_layer.get(id(owner)))
+        for owner, weights in made:
+            trace.belongs(weights, "weights", of_layer.get(id(owner)))
         yield

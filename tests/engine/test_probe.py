@@ -41,6 +41,13 @@ def test_a_transformer_is_isolated_and_shares_prefixes():
     assert found.head_error < 1e-5
 
 
+def test_a_model_that_does_not_run_by_itself_is_named():
+    model = build(LLAMA)
+    model.forward = lambda *args, **kwargs: torch.zeros(1).image_outputs
+    with pytest.raises(ValueError, match="the forward of model type llama fails in transformers .*image_outputs"):
+        probe(model)
+
+
 def test_recurrent_layers_that_are_not_given_the_plan_are_found_out(monkeypatch):
     model = architectures.build("bamba")
     assert probe(model).isolated

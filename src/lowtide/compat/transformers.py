@@ -15,7 +15,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -316,6 +316,15 @@ def checkpoint_by(layer: Any, function: Callable[..., Any]) -> None:
 def run_checkpointed(layer: Any, forward: Callable[..., Any], *args: Any) -> Any:
     """Runs a forward by the function that checkpoints a layer: for one that is compiled."""
     return layer._gradient_checkpointing_func(forward, *args)
+
+
+CACHES = ("past_key_values", "cache", "cache_params")
+"""The arguments of layers that hold what they keep of earlier tokens: 5.24 calls the first `cache`."""
+
+
+def holds_cache(kwargs: Mapping[str, Any]) -> bool:
+    """Whether the arguments of a layer have what is kept of earlier tokens."""
+    return any(kwargs.get(name) is not None for name in CACHES)
 
 
 WRAPPER = "forward_with_checkpointing"

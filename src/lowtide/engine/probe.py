@@ -10,11 +10,13 @@ padded rows move too (scales of quantization that are a batch's).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,7 @@ from lowtide.engine.weights.sharded.split_vocabulary import whole_vocabulary
 from lowtide.ops.attention.attention_plan import PLAN
 from lowtide.ops.attention.varlen_attention import BACKENDS, observed_backends
 from lowtide.ops.installed_kernels import Kernel, observed_kernels
+from lowtide.process.versions import version_of
 from lowtide.ragged import RaggedBatch
 from lowtide.ranks.sequence import SequenceParallel
 from lowtide.score_rules import IGNORE, NEXT_TOKEN, ScoreRule, ShiftedRight
@@ -101,6 +104,19 @@ class Probe:
         return self.isolated and self.prefix_error <= self.tolerance
 
 
+@contextlib.contextmanager
+def _of_its_own(model: Any) -> Iterator[None]:
+    """Says of what a model's own forward raises whose fault it is."""
+    try:
+        yield
+    except (AttributeError, TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"the forward of model type {model.config.model_type} fails in transformers {version_of('transformers')} "
+            f"({type(error).__name__}: {error}), so that nothing can be compared with it: another version "
+            "of transformers may run it"
+        ) from error
+
+
 def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     """Installs the engine in a model and compares it with the model's own outputs.
 
@@ -124,7 +140,7 @@ def probe(model: nn.Module, *, ragged: bool = True) -> Probe:
     batches = _batches(head.score_rule(inner), first, second, more)
     plain, shared, changed = (batch.to(weight.device) for batch in batches)
     with inference(model), rotary_limits_lowered(inner, LONG), chunks_of(CHUNK):
-        with whole_vocabulary(model):
+        with whole_vocabulary(model), _of_its_own(inner):
             expected = _dense(model, head, plain)
         install(model, padding_free=False)
         padded = score(model, plain, padding_free=False).scored

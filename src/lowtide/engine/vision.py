@@ -5,6 +5,7 @@ The tower is what images pass through first; the projector makes its states as w
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,15 +22,18 @@ TOWERS = ("visual", "vision_model", "vision_tower", "vision_encoder")
 """What transformers calls the tower in the body of a model."""
 PROJECTORS = ("merger", "deepstack_merger_list")
 """What it calls projectors within towers; others stand beside them."""
+PLACES = "image_embeds_position_mask"
+"""The argument of a forward that is told where images stand, and does not see it by their tokens (Kosmos-2)."""
 UNKNOWN_POSITIONS = (
     "model type {kind} counts the positions of images in a way that lowtide does not know; please report the model type"
 )
 
 
 def encodes_images(model: nn.Module) -> bool:
-    """Whether a model has a vision tower whose features its forward takes."""
+    """Whether a model has a vision tower whose features its forward takes, in the places of image tokens."""
     inner: Any = body(causal_model(model))
-    return hasattr(inner, "get_image_features") and _tower(inner) is not None
+    takes_places = PLACES in inspect.signature(type(inner).forward).parameters
+    return hasattr(inner, "get_image_features") and _tower(inner) is not None and not takes_places
 
 
 def tower_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

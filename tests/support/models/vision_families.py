@@ -461,9 +461,11 @@ FAMILIES: dict[str, Family] = {
 TYPE_OF = {"gemma4_vision": "gemma4"}
 """The model type of a family that is named otherwise."""
 NOT_BUILT = {
+    "apertus1p5": "its images and sounds are tokens of ranges beyond a small vocabulary",
     "chameleon": "a picture is a row of tokens of an image tokenizer, whose vocabulary maps come with a checkpoint",
     "emu3": "the same",
     "nemotron_h_omni": "not made small so far: it hears too, and its tower reads grids of its own",
+    "inkling2_loop": "not made small so far: its tower must be as wide as its text",
     "inkling_mm_model": "needs scipy",
     "diffusion_gemma": "writes by diffusion, with no next token",
     "evolla": "takes proteins, and transformers makes no such model by its auto class",
@@ -472,6 +474,7 @@ NOT_BUILT = {
     "perception_lm": "needs timm",
     "florence2": "an encoder-decoder; its tower has stages with sizes of their own",
     "git": "its config takes no parts, and images stand before the text without tokens",
+    "hy_v4_vl": "not made small so far: its tower takes patches of a grid of its own",
     "idefics": "cross attention, with a config of its own",
     "instructblip": "its second tower reads the prompt again, so that no image is encoded alone",
     "instructblipvideo": "videos",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from lowtide.compat.transformers import classes_of_family, drops_keywords, rebound_forward
+from lowtide.compat.transformers import CACHES, classes_of_family, drops_keywords, rebound_forward
 from lowtide.engine.encoder_decoder import PLAN
 from lowtide.engine.over_ranks.split_plan import SplitPlan
 from lowtide.ops.attention.attention_plan import AttentionPlan
@@ -35,7 +35,7 @@ from lowtide.ops.recurrence.linear_recurrence import LinearRecurrence
 from lowtide.ops.recurrence.recurrence import RECOMPUTED, ComputedAgain, Recurrence
 from lowtide.ops.recurrence.selective_scan import CHUNK_OF_SCAN, SelectiveScan
 
-HELD = ("cache_params", "past_key_values", "attention_mask")
+HELD = (*CACHES, "attention_mask")
 """What a layer's forward is not given beside a plan: states that it would go on from, and what is padding."""
 
 _longest: ContextVar[int] = ContextVar("longest", default=CHUNK)

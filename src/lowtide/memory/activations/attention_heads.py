@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lowtide.compat.torch import is_traceable_wrapper_subclass
+from lowtide.compat.transformers import holds_cache
 from lowtide.memory.activations.computed_again import Shell, computing_parts, own_forward, sum_wide
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.surroundings import Surroundings
@@ -155,7 +156,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         kwargs["hidden_states"], *rest = args
         args = tuple(rest)
     x = kwargs.pop("hidden_states")
-    if kwargs.get("past_key_values") is not None or any(isinstance(each, CachedPlan) for each in kwargs.values()):
+    if holds_cache(kwargs) or any(isinstance(each, CachedPlan) for each in kwargs.values()):
         return self.head_groups.plain(self, x, *args, **kwargs)  # keys are kept for later, of all heads
     call = _Call(args, kwargs)
     trainable = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lowtide.compat.torch import activation_budget, is_left_out_of_graphs
-from lowtide.compat.transformers import attention_implementation, plain_forward, run_checkpointed
+from lowtide.compat.transformers import attention_implementation, holds_cache, plain_forward, run_checkpointed
 
 
 def compile_layers(
@@ -79,7 +79,7 @@ def _checkpointed(compiled: Callable[..., Any], layer: Any, *args: Any, **kwargs
     """A layer's forward. No graph can break inside of a checkpoint, so the compiled one is what is checkpointed."""
     if not (layer.gradient_checkpointing and layer.training):
         return compiled(layer, *args, **kwargs)
-    if kwargs.get("past_key_values") is not None:
+    if holds_cache(kwargs):
         return type(layer).forward(layer, *args, **kwargs)  # which knows what to do with a cache
     return run_checkpointed(layer, functools.partial(compiled, layer, **kwargs), *args)
 

@@ -31,6 +31,7 @@ from lowtide.compat.torch import FakeTensor, gathered, has_module_hooks
 from lowtide.compat.transformers import (
     attention_implementation,
     checkpointed_layers,
+    holds_cache,
     plain_forward,
     run_checkpointed,
 )
@@ -393,7 +394,7 @@ def _dtype_here(hidden: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
     """In which dtype a layer's products are computed; None where it is to run as it was."""
     if not isinstance(kwargs.get(PLAN), AttentionPlan | CachedPlan):
         return None  # a user's own call, or ranks that split a batch
-    if kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+    if kwargs.get("attention_mask") is not None or holds_cache(kwargs):
         return None
     return autocast_dtype(hidden.device) or hidden.dtype
 

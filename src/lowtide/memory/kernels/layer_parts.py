@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowtide.compat.bitsandbytes import dense_of
 from lowtide.compat.peft import PlainLora, has_adapters, linear_of, marks_of_linear, plain_lora
 from lowtide.compat.torch import children_of, has_module_hooks, parameters_in
+from lowtide.compat.transformers import CACHES
 from lowtide.memory.kernels.float8_products import in_8_bits
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.decoder_layer import DecoderLayer
@@ -95,7 +96,7 @@ NORMS = {
     "ffn_norm": (("operator_norm", "ffn_norm"), (None, None)),
 }  # fmt: skip
 """By the first of these norms that a layer has: which are before its halves, and which after them."""
-PASSED = ("attention_mask", "past_key_values", "position_embeddings")
+PASSED = ("attention_mask", *CACHES, "position_embeddings")
 """What attention is given under names of its own; the rest it passes on."""
 
 

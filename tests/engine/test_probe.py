@@ -44,7 +44,7 @@ def test_a_transformer_is_isolated_and_shares_prefixes():
 def test_a_model_that_does_not_run_by_itself_is_named():
     model = build(LLAMA)
     model.forward = lambda *args, **kwargs: torch.zeros(1).image_outputs
-    with pytest.raises(ValueError, match="the forward of model type llama fails in transformers .*image_outputs"):
+    with pytest.raises(ValueError, match=r"the forward of model type llama fails in transformers .*image_outputs"):
         probe(model)
 
 

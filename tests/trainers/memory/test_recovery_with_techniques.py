@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_or_sweep
 from tests.support.matrix.matrix import TECHNIQUES, check_equal, make, watched, with_it
 from tests.support.matrix.matrix_models import EVERY_TRAINER, RELATED, TASKS
 from tests.support.runs.sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
@@ -19,6 +19,7 @@ from tests.support.runs.sabotage import ERRORS, OPTIMIZER, PLACES, out_of_memory
 pytestmark = pytest.mark.slow
 
 IN_BACKWARD = "optimizer in backward"
+REPEATED = ("activation offloading", "tiled MLP", "compressed AdamW")
 BUDGET = 80
 """Tokens of a micro-batch, of which the first step then has three or more."""
 
@@ -28,16 +29,24 @@ def trainer(kind: str, technique: str, budget: int | None) -> Any:
 
 
 @pytest.mark.parametrize("kind", slow_but(["SFT"], ["SFT", "DPO"], swept=["DPO"]))
-@pytest.mark.parametrize("place", slow_but(["backward"], PLACES))
 @pytest.mark.parametrize(
-    "technique", slow_but(["activation offloading"], ["activation offloading", "tiled MLP", "compressed AdamW"])
+    ("place", "technique"),
+    slow_or_sweep(
+        [(place, technique) for place in PLACES for technique in REPEATED],
+        [(place, technique) for n, place in enumerate(PLACES) for m, technique in enumerate(REPEATED) if (n + m) % 2],
+    ),
 )
 def test_a_failed_step_is_repeated_in_smaller_micro_batches(kind, place, technique):
     check_recovery(kind, technique, place, random.Random(f"{kind} {place} {technique}").randrange(2), BUDGET)
 
 
-@pytest.mark.parametrize("kind", TASKS)
-@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    slow_or_sweep(
+        [(kind, place) for kind in TASKS for place in ("forward", "backward")],
+        [(kind, ("forward", "backward")[number % 2]) for number, kind in enumerate(TASKS)],
+    ),
+)
 def test_every_task_repeats_a_failed_step(kind, place):
     check_recovery(kind, "activation offloading", place, 0, BUDGET)
 

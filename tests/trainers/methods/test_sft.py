@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from transformers import (
 
 from lowtide import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening, SFTConfig, SFTTrainer
 from lowtide.memory import table
-from tests.support.marks import slow_but
+from tests.support.marks import slow_but, slow_or_sweep
 from tests.support.matrix.matrix import dense_head
 from tests.support.runs import small_sft
 
@@ -163,20 +164,24 @@ def test_killed_and_resumed_is_bitwise_the_run_that_was_not(packing, accumulatio
 STREAM = {"train_sampling_strategy": "random"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        STREAM,
-        STREAM | {"gradient_accumulation_steps": 2},
-        {"train_sampling_strategy": "group_by_length"},
-        {"train_sampling_strategy": "batch_rebalance"},
-    ],
-    ids=["stream", "accumulated stream", "group by length", "rebalanced"],
+ORDERS: dict[str, dict[str, Any]] = {
+    "stream": STREAM,
+    "accumulated stream": STREAM | {"gradient_accumulation_steps": 2},
+    "group by length": {"train_sampling_strategy": "group_by_length"},
+    "rebalanced": {"train_sampling_strategy": "batch_rebalance"},
+}
+KILLED = {"stream": (5, 11), "accumulated stream": (8, 14), "group by length": (5, 14), "rebalanced": (8, 11)}
+"""After which steps the slow tests kill a run; the sweep does at all four."""
+RESUMED = slow_or_sweep(
+    [(order, step) for order in ORDERS for step in (5, 8, 11, 14)],
+    [(order, step) for order, steps in KILLED.items() for step in steps],
 )
-@pytest.mark.parametrize("killed", slow_but([11], [5, 8, 11, 14]))
-def test_a_run_resumed_in_a_later_pass_over_its_rows_goes_on_bitwise(options, killed, tmp_path, rows, tokenizer):
+
+
+@pytest.mark.parametrize(("order", "killed"), RESUMED)
+def test_a_run_resumed_in_a_later_pass_over_its_rows_goes_on_bitwise(order, killed, tmp_path, rows, tokenizer):
     # A pass is 5 steps; a checkpoint is made after each third.
+    options = ORDERS[order]
     accumulated = options.get("gradient_accumulation_steps", 1)
     options = options | {"per_device_train_batch_size": 8 // accumulated, "max_steps": 17}
     options |= {"save_strategy": "steps", "save_steps": 3}

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,26 +17,9 @@ from lowtide.engine.adapters import adapters_off
 from lowtide.engine.forward import install
 from lowtide.engine.layers.experts import install_experts
 from lowtide.engine.weights.merging import save_merged
+from tests.support.models.adapted_experts import STACKS, adapted_experts
 from tests.support.models.causal_families import tiny_causal
 from tests.support.models.tiny_models import assert_close, checkpointed, gradients, loss_of, shared
-
-STACKS = {
-    "qwen3_moe": ["experts.gate_up_proj", "experts.down_proj"],
-    "gpt_oss": ["experts.gate_up_proj", "experts.down_proj"],  # [experts, in, out], biases, gates between
-    "nemotron_h": ["experts.up_proj", "experts.down_proj"],  # no gates
-}
-
-
-def adapted(kind: str, rank: int = 3, dtype: torch.dtype = torch.float32, stacks: list[str] | None = None) -> Any:
-    """With adapters of experts that are not 0."""
-    torch.manual_seed(0)
-    config = LoraConfig(r=rank, target_modules=["q_proj"], target_parameters=stacks or STACKS[kind])
-    base: Any = tiny_causal(kind)
-    model = get_peft_model(base.to(dtype), config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, 0, 0.3)
-    return model
 
 
 def outermost(model: nn.Module) -> Any:
@@ -74,7 +57,7 @@ def run(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rank", [3, 8])
 @pytest.mark.parametrize("kind", STACKS)
 def test_outputs_and_gradients_are_pefts(kind, rank):
-    theirs = adapted(kind, rank)
+    theirs = adapted_experts(kind, rank)
     ours = copy.deepcopy(theirs)
     install_experts(ours)
     found = run(ours)
@@ -84,14 +67,14 @@ def test_outputs_and_gradients_are_pefts(kind, rank):
 
 @pytest.mark.parametrize("stack", STACKS["gpt_oss"])
 def test_one_of_the_weights_may_be_adapted_alone(stack):
-    theirs = adapted("gpt_oss", stacks=[stack])
+    theirs = adapted_experts("gpt_oss", stacks=[stack])
     ours = copy.deepcopy(theirs)
     install_experts(ours)
     assert_close(run(ours), run(theirs), 2e-6)
 
 
 def test_in_bfloat16_it_is_nearer_to_float32_than_the_rounded_sum_of_weights():
-    exact, theirs = adapted("qwen3_moe"), adapted("qwen3_moe", dtype=torch.bfloat16)
+    exact, theirs = adapted_experts("qwen3_moe"), adapted_experts("qwen3_moe", dtype=torch.bfloat16)
     for parameter, rounded in zip(exact.parameters(), theirs.parameters(), strict=True):
         parameter.data = rounded.data.float()
     ours = copy.deepcopy(theirs)
@@ -106,7 +89,7 @@ def test_in_bfloat16_it_is_nearer_to_float32_than_the_rounded_sum_of_weights():
 
 @pytest.mark.parametrize("kind", STACKS)
 def test_with_mixed_precision_it_is_near_to_float32(kind):
-    theirs = adapted(kind)
+    theirs = adapted_experts(kind)
     ours = copy.deepcopy(theirs)
     install_experts(ours)
     with torch.autocast("cpu", torch.bfloat16):
@@ -130,7 +113,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_nothing_of_the_size_of_the_weights_is_made(kind):
-    model = adapted(kind, rank=1)
+    model = adapted_experts(kind, rank=1)
     experts: Any = outermost(model).get_base_layer()
     least = 21 * 2 * max(experts.gate_up_proj.shape[1:])  # the tokens' own
     for name in ("gate_up_proj", "down_proj"):
@@ -148,7 +131,7 @@ def test_nothing_of_the_size_of_the_weights_is_made(kind):
 @pytest.mark.parametrize("policy", ["full", "matmul"])
 def test_a_whole_model_has_the_loss_and_gradients_of_pefts(policy):
     """Beside shared prefixes, and computed again in backward."""
-    theirs = adapted("qwen3_moe")
+    theirs = adapted_experts("qwen3_moe")
     ours = copy.deepcopy(theirs)
     with mock.patch.object(forward, "install_experts"):
         install(theirs)
@@ -165,7 +148,7 @@ def test_a_whole_model_has_the_loss_and_gradients_of_pefts(policy):
 
 def test_pefts_own_way_is_left_where_it_is_needed():
     """Adapters that are off or merged, several at once, and experts that are computed one by one."""
-    model = adapted("qwen3_moe")
+    model = adapted_experts("qwen3_moe")
     install_experts(model)
     wanted = run_without_gradients(model)
     with adapters_off(model):
@@ -187,7 +170,7 @@ def test_pefts_own_way_is_left_where_it_is_needed():
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_adapters_are_saved_as_peft_reads_and_merges_them(kind, tmp_path):
-    model, tokens = adapted(kind), torch.tensor([[5, 6, 7, 8, 9]])
+    model, tokens = adapted_experts(kind), torch.tensor([[5, 6, 7, 8, 9]])
     install(model)
     model.save_pretrained(tmp_path / "adapter")
     save_merged(model, tmp_path / "merged")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +16,11 @@ from lowtide.engine.weights import generation_copy
 from lowtide.engine.weights.generation_copy import GenerationCopy
 from lowtide.engine.weights.reference_storage import in_4_bits, in_8_bits
 from lowtide.memory.kernels.fused_layers import fuse_layers
-from lowtide.ops.layers.stacks import plain_stacks, put_stack_in_4_bits, put_stack_in_float8, shapes_of_stacks
+from lowtide.ops.layers.stacks import put_stack_in_4_bits, put_stack_in_float8
 from lowtide.rollout.generators.generator import Completion, Request, Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
+from tests.support.models.adapted_experts import STACKS, adapted_experts
 from tests.support.models.architectures import build
-from tests.support.models.causal_families import tiny_causal
 from tests.support.references.distances import far
 from tests.support.runs.generating import prompt, token_ids
 
@@ -105,30 +104,6 @@ def test_quantized_weights_are_made_dense_once(store: Any, computed_in: torch.dt
         check_same(model, copied=layers * (7 + 2 * len(TARGETS)) + 1)
 
 
-STACKS = {
-    "qwen3_moe": ["experts.gate_up_proj", "experts.down_proj"],
-    "gpt_oss": ["experts.gate_up_proj", "experts.down_proj"],  # [experts, in, out]
-    "nemotron_h": ["experts.up_proj"],
-}
-
-
-def adapted_experts(kind: str, store: Callable[..., None] | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """A mixture whose routed experts have adapters, and are quantized where it is said how."""
-    torch.manual_seed(0)
-    model: Any = tiny_causal(kind)
-    model.to(dtype)
-    for experts, name in plain_stacks(model) if store else ():
-        store(experts, name, torch.device("cpu"))
-    config = LoraConfig(r=3, target_modules=["q_proj"], target_parameters=STACKS[kind])
-    with shapes_of_stacks(model):
-        model = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
-    return model
-
-
 @pytest.mark.parametrize("kind", STACKS)
 def test_adapters_of_experts_are_merged_where_products_are_in_float32(kind: str):
     model = prepared(adapted_experts(kind))
@@ -141,7 +116,7 @@ def test_adapters_of_experts_are_merged_where_products_are_in_float32(kind: str)
 @pytest.mark.parametrize("computed_in", [None, torch.bfloat16])
 def test_quantized_experts_are_made_dense_once(store: Any, computed_in: torch.dtype | None):
     pytest.importorskip("bitsandbytes")
-    model = prepared(adapted_experts("qwen3_moe", store), computed_in)
+    model = prepared(adapted_experts("qwen3_moe", store=store), computed_in)
     made = GenerationCopy()
     with made.standing_in(model) as layers:
         experts = [each for each in layers if any(weight.dim() == 3 for weight in each.weights)]

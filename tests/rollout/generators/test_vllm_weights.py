@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 
 from lowtide.rollout.generators.vllm.weights import Assembly, Copies, Piece, buckets, from_bytes, to_bytes
+from tests.support.models.adapted_experts import STACKS, adapted_experts
 from tests.support.models.tiny_llama import tiny_llama
 
 
@@ -50,6 +54,18 @@ def test_adapters_come_merged_under_the_names_of_the_model():
     assert found.keys() == merged.keys()
     for name, weight in merged.items():
         torch.testing.assert_close(found[name], weight)
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_adapters_of_experts_come_merged_under_the_names_of_files(kind, tmp_path):
+    model, copies = adapted_experts(kind), Copies()
+    found = dict(copies.lacking(model))
+    copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == saved.keys()
+    for name, weight in saved.items():
+        torch.testing.assert_close(found[name], weight)
+    assert {name for name in saved if ".experts." in name} <= {name for name, _ in copies.lacking(model)}
 
 
 def test_afterwards_the_blocks_with_adapters_alone():

@@ -114,8 +114,9 @@ def compute_quantized(inner: nn.Module) -> None:
     Raises:
         ValueError: no gradients would pass through it.
     """
-    keep_trainable(inner)
-    install_experts(inner, quantized_alone=True)
+    if tensor_parallel_of(inner) is None:  # else it does already, each rank by its part
+        keep_trainable(inner)
+        install_experts(inner, quantized_alone=True)
 
 
 def install(model: nn.Module, *, padding_free: bool = True) -> None:
@@ -128,9 +129,10 @@ def install(model: nn.Module, *, padding_free: bool = True) -> None:
     inner = causal_model(model)
     if stage_of(inner) is not None:
         return  # it was, before it was cut
-    keep_trainable(inner)
+    if tensor_parallel_of(inner) is None:
+        keep_trainable(inner)
+        install_experts(inner)
     install_adapter_inputs(inner)
-    install_experts(inner)
     install_head(inner)
     if inner.config.is_encoder_decoder:
         share_embedding(inner)

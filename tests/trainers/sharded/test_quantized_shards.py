@@ -1,10 +1,12 @@
-"""Weights in 4 bits and in FP8 that are cut into shards, those of linear layers and of stacks of experts: two ranks
-train what one does."""
+"""Weights in 4 bits and in FP8 that are cut into shards, those of linear layers and of stacks of experts, and FP8 with
+tp_size and ZeRO-3: two ranks train what one does."""
 
 from __future__ import annotations
 
+import types
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,16 +17,19 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
 
 from lowtide import SFTConfig, SFTTrainer
+from lowtide.compat.deepspeed import is_partitioned
 from lowtide.demo.model import make_tokenizer
-from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.quantized import is_quantized, put_in_float8
+from lowtide.engine.weights.sharded.split_layers import split_layers
 from tests.support.models.tiny_models import build
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.runs.distilling import losses
 
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: pip install deepspeed")
 ROWS = [{"text": f"{one} + {one + 3} = {2 * one + 3}"} for one in range(16)]
 KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
+    "llama": {"intermediate_size": 64},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 STORED: dict[str, dict[str, Any]] = {
@@ -39,9 +44,15 @@ STORED: dict[str, dict[str, Any]] = {
     "FP8, fused": {"base_dtype": "float8", "fused_layers": True},
 }
 CASES = [(kind, stored) for kind in KINDS for stored in STORED]
+SPREAD: dict[str, dict[str, Any]] = {
+    "tp_size": {"parallelism_config": {"tp_size": 2}},
+    "ZeRO-3": {"deepspeed": {"zero_optimization": {"stage": 3}}, "per_device_train_batch_size": 2},
+}
+ADAPTED: dict[str, Any] = {"llama": "all-linear", "qwen3_moe": ["q_proj", "o_proj"]}
+"""What is, where experts are not: tp_size splits none of their adapters."""
 
 
-def trainer(folder: Path, kind: str, stored: str, **options: Any) -> Any:
+def trainer(folder: Path, kind: str, stored: str, adapted: Any = "all-linear-experts", **options: Any) -> Any:
     args = SFTConfig(
         **{
             "output_dir": str(folder / "run"), "max_steps": 3, "learning_rate": 5e-3, "report_to": [],
@@ -54,7 +65,7 @@ def trainer(folder: Path, kind: str, stored: str, **options: Any) -> Any:
         args=args,
         train_dataset=Dataset.from_list(ROWS),
         processing_class=make_tokenizer(),
-        peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear-experts"),
+        peft_config=LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=adapted),
     )
 
 
@@ -69,6 +80,43 @@ def rank_main(rank: int, folder: str) -> None:
             made.train()
             if rank == 0:
                 torch.save(losses(made), place / f"{kind}, {stored}.pt")
+
+
+def spread_main(rank: int, folder: str, how: str) -> None:
+    place = Path(folder)
+    with rank_of(place, rank, 2):
+        for kind in KINDS:
+            made = trainer(place, kind, "FP8", ADAPTED[kind], **SPREAD[how])
+            made.train()
+            codes = [p for p in made.model.parameters() if is_quantized(p)]
+            assert codes
+            assert all(isinstance(p, DTensor) or is_partitioned(p) for p in codes)
+            if rank == 0:
+                torch.save(losses(made), place / f"{kind}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["tp_size", pytest.param("ZeRO-3", marks=needs_deepspeed)])
+def test_ranks_with_parts_of_what_is_in_float8_train_what_one_does(how, tmp_path):
+    place = meeting_place(tmp_path)
+    for kind, sizes in KINDS.items():
+        build(kind, vocab_size=len(make_tokenizer()), **sizes).save_pretrained(place / kind)
+    run_ranks(spread_main, str(place), how)
+    for kind in KINDS:
+        alone = trainer(place, kind, "FP8", ADAPTED[kind])
+        alone.train()
+        near = 2e-5 if kind == "llama" or how == "tp_size" else 1e-3  # routing is balanced in a micro-batch
+        assert torch.allclose(torch.load(place / f"{kind}.pt"), losses(alone), atol=near)
+
+
+def test_parts_that_gpus_cannot_multiply_are_refused():
+    model: Any = build("llama", intermediate_size=48)
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            put_in_float8(module, torch.device("cpu"))
+    ranks, mesh = cast(Any, types.SimpleNamespace(size=2, rank=0)), cast(Any, None)
+    with pytest.raises(ValueError, match="of its width 48 each of 2 ranks would have 24, which is no multiple of 16"):
+        split_layers(model, ranks, mesh, torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -47,10 +47,10 @@ def install_experts(model: nn.Module, *, quantized_alone: bool = False) -> None:
         experts: Any = layer.get_base_layer()
         if stored_stacks(experts) or (has_stacks(experts) and not quantized_alone):
             layer.forward = types.MethodType(_adapted_forward, layer)
-            experts.forward = types.MethodType(_experts_forward, experts)
+            experts.forward = types.MethodType(run_experts, experts)
     for module in model.modules():
         if stored_stacks(module):
-            module.forward = types.MethodType(_experts_forward, module)
+            module.forward = types.MethodType(run_experts, module)
 
 
 def experts_by(experts: nn.Module, stacks: Mapping[str, Tensor]) -> nn.Module:
@@ -62,7 +62,7 @@ def experts_by(experts: nn.Module, stacks: Mapping[str, Tensor]) -> nn.Module:
         stacks: by the names of theirs, and as these lie.
     """
     made = with_stacks(experts, stacks)
-    made.forward = types.MethodType(_experts_forward, made)
+    made.forward = types.MethodType(run_experts, made)
     return made
 
 
@@ -81,7 +81,8 @@ def _adapted_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     return experts(*args, **({LORAS: loras} if loras else {}))
 
 
-def _experts_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+def run_experts(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """What the forward of experts computes; of those that are neither adapted nor quantized, their class's."""
     loras, stored = kwargs.pop(LORAS, {}), stored_stacks(self)
     if not loras and not stored:
         return type(self).forward(self, *args, **kwargs)

@@ -75,6 +75,12 @@ def dense_weight(layer: Any, dtype: torch.dtype) -> Tensor:
     return layer.weight.data.to(dtype).mul_(scale[:, None] / 127)
 
 
+def multiply_rows(x: Tensor, weight: RowScaled, bias: Tensor | None = None) -> Tensor:
+    """What a layer gives whose frozen weight is in FP8, [..., outputs] of [..., inputs], in autocast's dtype if any."""
+    out = cast(Tensor, _RowsProduct.apply(x.to(autocast_dtype(x.device) or x.dtype), weight))
+    return out if bias is None else out + bias.to(out.dtype)
+
+
 def product_dtype(layer: Any, computed_in: torch.dtype | None, passed_on: torch.dtype) -> torch.dtype:
     """In which a quantized layer takes its product.
 
@@ -296,3 +302,16 @@ class _Product(torch.autograd.Function):
         if (rows := float8.stored(ctx.layer)) is not None:
             return float8.linear_backward(grads[0], rows), None
         return grads[0] @ dense_weight(ctx.layer, grads[0].dtype), None
+
+
+class _RowsProduct(torch.autograd.Function):
+    """The same with a weight in FP8 that is not its layer's own, as a rank's part is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: RowScaled) -> Tensor:
+        ctx.weight = weight
+        return float8.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return float8.linear_backward(grads[0], ctx.weight), None

@@ -4,7 +4,8 @@ A plan (`model.tp_plan`) names how each module is split: by the outputs of its m
 ("rowwise"), so that a rank has whole attention heads and a part of the MLP. See `ranks.tensor` for what ranks exchange.
 Parts are `DTensor`s, as other shards are; a module computes with the part that lies here. LoRA adapters are split as
 the module that they are on: by outputs the second matrix is, by inputs the first, and the other one is whole on every
-rank. Head and embedding are split by the vocabulary (`engine.weights.sharded.split_vocabulary`).
+rank. Of a matrix in FP8 a rank has the codes, and where it is split by outputs the scales of these. Head and embedding
+are split by the vocabulary (`engine.weights.sharded.split_vocabulary`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from torch.distributed.tensor import DTensor, Shard
 from lowtide.compat.torch import parameters_replaced, strided_shard
 from lowtide.engine.forward import TENSOR_PARALLEL, causal_model
 from lowtide.engine.layers.dropout import drop
-from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.layers.experts import run_experts
+from lowtide.engine.weights.quantized import is_quantized, multiply_rows
 from lowtide.engine.weights.sharded.split_vocabulary import split_vocabulary
+from lowtide.ops.layers import float8
+from lowtide.ops.layers.float8 import RowScaled
 from lowtide.ranks.shards import as_part
 from lowtide.ranks.tensor import TensorParallel
 
@@ -127,9 +131,10 @@ def _check(model: Any, path: str, module: Any, style: str, ranks: int) -> None:
     base = module.base_layer if hasattr(module, "base_layer") else module
     if base is not module:
         _check_adapters(model, path, module)
-    if not isinstance(base, nn.Linear) or is_quantized(base.weight):
+    stored = isinstance(base, nn.Linear) and float8.stored(base) is not None
+    if not isinstance(base, nn.Linear) or (is_quantized(base.weight) and not stored):
         kind = f"{type(base).__name__} with weights of type {type(getattr(base, 'weight', None)).__name__}"
-        raise _refused(model, f"{path} is a {kind}, and nothing but plain matrices is split")
+        raise _refused(model, f"{path} is a {kind}, and nothing but plain matrices and those in FP8 is split")
     if style == "packed_colwise" and base is not module:
         raise _refused(model, f"{path} packs two matrices and has an adapter, which is not split")
     width = base.weight.shape[STYLES[style].dimension] // STYLES[style].parts
@@ -140,6 +145,9 @@ def _check(model: Any, path: str, module: Any, style: str, ranks: int) -> None:
             raise _refused(model, f"{path} has {heads} heads, which {ranks} ranks cannot share equally", divisor=heads)
     elif width % ranks:
         raise _refused(model, f"{path} has a width of {width}, which {ranks} ranks cannot share equally", divisor=width)
+    elif stored and (left := width // ranks) % float8.MULTIPLE:
+        raise _refused(model, f"{path} is in FP8, and of its width {width} each of {ranks} ranks would have {left}, "
+                       f"which is no multiple of {float8.MULTIPLE}")  # fmt: skip
 
 
 def _check_adapters(model: Any, path: str, module: Any) -> None:
@@ -170,8 +178,8 @@ def _split(
     if style == WHOLE:
         _install(module, _forward_of_own_heads, ranks)
     elif style == EXPERTS:
-        for name, p in _own(module):
-            setattr(module, name, _cut(p, STYLES[style_of(f"{path}.{name}", plan)], ranks, mesh))
+        for name, _ in _own(module):
+            _split_weight(module, name, STYLES[style_of(f"{path}.{name}", plan)], ranks, mesh)
         _install(module, _forward_of_experts, ranks)
     elif hasattr(module, "base_layer"):
         _split_linear(module.base_layer, STYLES[style], ranks, mesh)
@@ -190,20 +198,31 @@ def _split_adapters(module: Any, style: Style, ranks: TensorParallel, mesh: Devi
 
 
 def _split_linear(module: nn.Linear, style: Style, ranks: TensorParallel, mesh: DeviceMesh) -> None:
-    module.weight = _cut(module.weight, style, ranks, mesh)
+    _split_weight(module, "weight", style, ranks, mesh)
     if module.bias is not None and style.dimension == -2:
         module.bias = _cut(module.bias, style, ranks, mesh)
     vars(module)["_style"] = style
     _install(module, _forward_of_linear, ranks)
 
 
+def _split_weight(module: Any, name: str, style: Style, ranks: TensorParallel, mesh: DeviceMesh) -> None:
+    """Leaves a module the part of a weight that lies here, and of one in FP8 the scales of its rows."""
+    if style.dimension == -2 and (rows := float8.stored(module, name)) is not None:
+        setattr(module, name + float8.SCALES, _here(rows.scales, style, ranks, rows.scales.dim() - 2))
+    setattr(module, name, _cut(getattr(module, name), style, ranks, mesh))
+
+
 def _cut(whole: Tensor, style: Style, ranks: TensorParallel, mesh: DeviceMesh) -> nn.Parameter:
     """The part of a weight, or of a bias with a number for each output, that lies here."""
     dimension = whole.dim() + style.dimension if whole.dim() > 1 else 0
-    parts = [part.chunk(ranks.size, dimension)[ranks.rank] for part in whole.detach().chunk(style.parts, dimension)]
-    own = torch.cat(parts, dimension).contiguous()
     placement = Shard(dimension) if style.parts == 1 else strided_shard(dimension, style.parts)
-    return as_part(own, whole, mesh, placement)
+    return as_part(_here(whole, style, ranks, dimension), whole, mesh, placement)
+
+
+def _here(whole: Tensor, style: Style, ranks: TensorParallel, dimension: int) -> Tensor:
+    """A rank's share of a tensor, along a dimension."""
+    parts = [part.chunk(ranks.size, dimension)[ranks.rank] for part in whole.detach().chunk(style.parts, dimension)]
+    return torch.cat(parts, dimension).contiguous()
 
 
 def _generic(name: str) -> str:
@@ -236,7 +255,12 @@ def _forward_of_linear(self: Any, x: Tensor) -> Tensor:
     bias = self.bias if style.dimension == -1 else None  # added once, after the sum
     weight = self.weight.to_local()
     own = self.bias.to_local() if bias is None and self.bias is not None else None
-    out = style.leave(ranks, F.linear(style.enter(ranks, x), weight, own))
+    scales: Any = getattr(self, "weight" + float8.SCALES, None)
+    if scales is None:
+        out = F.linear(style.enter(ranks, x), weight, own)
+    else:
+        out = multiply_rows(style.enter(ranks, x), RowScaled(weight.view(float8.FORMAT), scales), own)
+    out = style.leave(ranks, out)
     return out if bias is None else out + bias
 
 
@@ -248,7 +272,7 @@ def _forward_of_own_heads(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _forward_of_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, *args: Any) -> Tensor:
     ranks = self._ranks
     with _parts_here(self, ranks):
-        return ranks.summed(type(self).forward(self, ranks.shared(hidden), chosen, ranks.shared(weights), *args))
+        return ranks.summed(run_experts(self, ranks.shared(hidden), chosen, ranks.shared(weights), *args))
 
 
 def _forward_of_dropout(self: Any, x: Tensor) -> Tensor:

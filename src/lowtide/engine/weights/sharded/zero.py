@@ -19,6 +19,7 @@ from lowtide.compat.deepspeed import is_partitioned, partition, staying_gathered
 from lowtide.engine.forward import install
 from lowtide.engine.weights.quantized import is_quantized
 from lowtide.engine.weights.sharded import fully_shard
+from lowtide.ops.layers import float8
 from lowtide.ranks.shards import whole_shape
 
 UNDO = "_lowtide_undo_partition"
@@ -34,14 +35,15 @@ def partition_model(model: nn.Module, config: Mapping[str, Any], device: torch.d
         config: of DeepSpeed, of stage 3.
 
     Raises:
-        ValueError: weights are quantized.
+        ValueError: weights are quantized otherwise than in FP8.
     """
-    quantized = next((name for name, p in model.named_parameters() if is_quantized(p)), None)
-    if quantized is not None:
-        raise ValueError(
-            f"ZeRO-3 cuts plain numbers, and {quantized} is quantized: take stage 2, which leaves weights whole, or "
-            "FSDP2 (fsdp=True)"
-        )
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(path, recurse=False):
+            if is_quantized(weight) and float8.stored(module, name.rpartition(".")[2]) is None:
+                raise ValueError(
+                    f"ZeRO-3 cuts plain numbers and FP8's bytes, and {name} is quantized otherwise: take "
+                    "base_dtype='float8', stage 2, which leaves weights whole, or FSDP2 (fsdp=True)"
+                )
     install(model, padding_free=False)
     vars(model)[UNDO] = partition(model, config, device)
     for buffer in model.buffers():

@@ -17,7 +17,7 @@ from lowtide.engine.adapters import adapters_off
 from lowtide.engine.forward import install
 from lowtide.engine.layers.experts import install_experts
 from lowtide.engine.weights.merging import save_merged
-from tests.support.models.adapted_experts import STACKS, adapted_experts
+from tests.support.models.adapted_models import STACKS, adapted_experts
 from tests.support.models.causal_families import tiny_causal
 from tests.support.models.tiny_models import assert_close, checkpointed, gradients, loss_of, shared
 

@@ -19,7 +19,7 @@ from lowtide.memory.kernels.fused_layers import fuse_layers
 from lowtide.ops.layers.stacks import put_stack_in_4_bits, put_stack_in_float8
 from lowtide.rollout.generators.generator import Completion, Request, Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
-from tests.support.models.adapted_experts import STACKS, adapted_experts
+from tests.support.models.adapted_models import STACKS, adapted_experts
 from tests.support.models.architectures import build
 from tests.support.references.distances import far
 from tests.support.runs.generating import prompt, token_ids

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from lowtide.rollout.generators.vllm.weights import Assembly, Copies, Piece, buckets, from_bytes, to_bytes
-from tests.support.models.adapted_experts import STACKS, adapted_experts
+from tests.support.models.adapted_models import STACKS, adapted_experts
 from tests.support.models.tiny_llama import tiny_llama
 
 

@@ -28,6 +28,7 @@ from lowtide.compat.transformers import holds_cache
 from lowtide.memory.activations.computed_again import Shell, computing_parts, own_forward, sum_wide
 from lowtide.ops.attention.cached_attention import CachedPlan
 from lowtide.ops.surroundings import Surroundings
+from lowtide.ranks.shards import local_of
 
 FAMILIES = frozenset(
     {
@@ -101,7 +102,8 @@ def _why_not(module: Any, chunks: int) -> str | None:
         linear = getattr(part, "base_layer", part)
         if type(linear) is not nn.Linear:
             return f"{name} is a {type(linear).__name__}, whose weight cannot be cut. Leave attention_head_chunks out"
-        if not linear.weight.is_floating_point() or is_traceable_wrapper_subclass(linear.weight):
+        weight = local_of(linear.weight)
+        if not weight.is_floating_point() or is_traceable_wrapper_subclass(weight):
             return f"the weight of {name} is quantized and cannot be cut. Leave attention_head_chunks out"
     for name, parameter in module.named_parameters():
         if _share(module, name, parameter.shape) is None:

@@ -45,6 +45,8 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        return  # a worker knows of its own tests alone
     if lines := long_tests(terminalreporter.stats.get("passed", [])):
         terminalreporter.section(f"not marked slow, and above {ASKED:g} s of CPU time")
         terminalreporter.write_line("\n".join(lines))

@@ -71,6 +71,13 @@ def parts_of(tensor: Any) -> Iterator[Tensor]:
             yield from parts_of(part)
 
 
+def sent_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the bytes of one, each of a dtype that ranks can send to one another: a quantized weight
+    may be of several."""
+    for part in parts_of(tensor):
+        yield part.view(torch.uint8) if part.element_size() == 1 else part
+
+
 def storage_id(storage: UntypedStorage) -> int:
     """Tells a storage from every other one alive, those of fake tensors and of the meta device included.
 

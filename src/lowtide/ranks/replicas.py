@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide.compat.torch import backward_number, parts_of
+from lowtide.compat.torch import backward_number, sent_parts
 from lowtide.ranks.shards import local_of
 
 BUCKET_BYTES = 16 << 20
@@ -40,8 +40,8 @@ def broadcast_weights(model: nn.Module, keep: Collection[Tensor] = ()) -> None:
     kept = {id(tensor) for tensor in keep}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            for part in () if id(tensor) in kept else parts_of(tensor):  # a quantized weight may be of several
-                dist.broadcast(part.view(torch.uint8) if part.element_size() == 1 else part, src=0)
+            for part in () if id(tensor) in kept else sent_parts(tensor):
+                dist.broadcast(part, src=0)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from lowtide.compat.deepspeed import gathered, is_partitioned, shape_of, staying_gathered
-from lowtide.compat.torch import fully_sharded_modules, subclassed
+from lowtide.compat.torch import fully_sharded_modules, sent_parts, subclassed
 
 
 def is_gathered(model: nn.Module) -> bool:
@@ -294,7 +294,7 @@ def equal_weights(model: nn.Module, device: torch.device) -> None:
 
     What is equal is only read: weights that are mapped from a file stay mapped.
     """
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [part for tensor in (*model.parameters(), *model.buffers()) for part in sent_parts(tensor)]
     digests = torch.stack([_digest(tensor) for tensor in tensors]).to(device)
     low, high = digests.clone(), digests
     dist.all_reduce(low, dist.ReduceOp.MIN)

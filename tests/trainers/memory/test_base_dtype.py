@@ -163,6 +163,8 @@ def rank_main(rank: int, folder: str) -> None:
             made.train()
             if rank == 0:
                 torch.save(adapters(made), place / f"{form}.pt")
+        with pytest.raises(ValueError, match=r"fsdp cannot shard the weight .* in torchao's form"):
+            trainer(place / "cut" / str(rank), base_dtype="nvfp4", fsdp="full_shard")
 
 
 @pytest.mark.slow

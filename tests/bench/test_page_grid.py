@@ -1,5 +1,6 @@
 """The grid of the page of devices and of `lowtide gpus` is what the planner says."""
 
+import numpy as np
 import pytest
 
 from bench.page_grid.tracing import traced
@@ -7,6 +8,9 @@ from lowtide.planner.answers.kept_grid import grid
 from lowtide.planning import gpus
 
 MODEL = "HuggingFaceTB/SmolLM2-135M"
+OLD = {"peaks": 0.002, "seconds": 0.15}
+"""How far, relatively, the grid may be from what is traced today: hours go into it, for all models, and a prediction
+promises no more."""
 
 
 @pytest.mark.slow
@@ -15,7 +19,10 @@ def test_all_numbers_of_a_model_are_what_traces_say():
     again = traced((MODEL, "sft"))
     assert not isinstance(again, str)
     for part in ("peaks", "seconds"):
-        assert again[part] == found[part][found["models"][MODEL]]["sft"], part
+        kept = found[part][found["models"][MODEL]]["sft"]
+        assert again[part].keys() == kept.keys()
+        for way, numbers in kept.items():
+            assert np.array(again[part][way]) == pytest.approx(np.array(numbers), rel=OLD[part]), (part, way)
 
 
 @pytest.mark.slow

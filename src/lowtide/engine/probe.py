@@ -214,7 +214,7 @@ def _check_sees_all(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] in SELECTING:
-            raise ValueError(f"{type(module).__name__} ({name}) chooses which keys a token sees")
+            raise ValueError(f"{type(module).__name__} ({name}) chooses or sums up the keys that a token sees")
 
 
 def _has_experts(model: nn.Module) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowtide.compat.torch import PARTITIONED
 from lowtide.memory.activations.attention_heads import install_attention_heads
@@ -221,10 +222,16 @@ def _fused(site: Site) -> Callable[[], None] | None:
         logger.warning(f"layers run as they were: {reason}")
         return None
     for model in site.compared():
-        if model is not site.model and _why_not_fused(replace(site, model=model)) is None:
-            with suppress(ValueError):
-                undo.callback(fuse_layers(model, _mixed(site.options)))
+        if model is not site.model:
+            _fuse_compared(replace(site, model=model), undo)
     return undo.close
+
+
+def _fuse_compared(site: Site, undo: ExitStack) -> None:
+    """Fuses what layers can be of a model that another is compared with."""
+    if _why_not_fused(site) is None:
+        with suppress(ValueError):
+            undo.callback(fuse_layers(site.model, _mixed(site.options)))
 
 
 def _streamed(site: Site) -> Callable[[], Any]:
@@ -616,6 +623,19 @@ class ActiveTechniques:
         """What is done as training begins; returns what undoes it, to be called in this order."""
         undo = [technique.begin(self.site) for technique in self._working if technique.begin is not None]
         return [each for each in reversed(undo) if each is not None]
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layers are fused."""
+        return any(technique.begin is _fused for technique in self._working)
+
+    @contextmanager
+    def comparing(self, models: Iterable[nn.Module]) -> Iterator[None]:
+        """While it lasts, models score as what a policy is compared with does in training, before that begins."""
+        with ExitStack() as undo:
+            for model in models if self.fuses else ():
+                _fuse_compared(replace(self.site, model=model), undo)
+            yield
 
     def around(self) -> Callable[[], AbstractContextManager]:
         """What is entered for each forward of the policy."""

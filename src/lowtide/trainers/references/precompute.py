@@ -7,6 +7,7 @@ cached under a fingerprint of weights, data and everything else that the numbers
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
@@ -94,13 +95,17 @@ def with_column(trainer: LowtideTrainer, dataset: Any, name: str, weights: str) 
     limits = Limits(rows, args.tokens_per_microbatch)
     order = (args.seed, args.data_seed, args.data_ranks, args.gradient_accumulation_steps, args.train_batch_size)
     precision = (args.bf16, args.fp16, trainer.padding_free, str(args.device), torch.__version__, LAYOUT)
-    precision = (*precision, args.sharding.same_rows)
+    techniques = trainer.runner.techniques
+    precision = (*precision, args.sharding.same_rows, techniques is not None and techniques.fuses)
     collator = function_fingerprint(trainer.data_collator)
     path = cache_file(combine(weights, fingerprint_of(dataset), limits, training and order, precision, collator))
     path = _of_first_on_node(path, args)
     known = Path(path).exists() and is_caching_enabled()
     if worst_of_ranks(not known, args.device):  # all compute where one has to
-        values = _compute(trainer, dataset, limits, training, name)
+        own = trainer.site.model if trainer.runner.begun else None  # which is computed as in training then
+        models = [each for each in getattr(trainer.reference, "models", ()) if each is not own]
+        with contextlib.nullcontext() if techniques is None else techniques.comparing(models):
+            values = _compute(trainer, dataset, limits, training, name)
         sync = RankSync("reference")
         with sync.local():
             if args.local_process_index == 0:

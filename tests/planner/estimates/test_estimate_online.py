@@ -123,11 +123,10 @@ def test_two_micro_batches_of_a_reward_model_take_no_more_than_one(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_keys_of_a_deep_model_are_held_in_all_layers(tmp_path, monkeypatch):
+def test_keys_of_a_deep_model_are_held_in_all_layers(tmp_path):
     deep = LlamaConfig(**{**SIZES, "num_hidden_layers": 12})
-    monkeypatch.setitem(globals(), "POLICY", deep)
     for every in (1, 2):
-        keys = estimated(tmp_path, checkpointing_every=every).phases["generate"]["keys"]
+        keys = estimated(tmp_path, model=deep, checkpointing_every=every).phases["generate"]["keys"]
         assert keys == 2 * 12 * SIZES["num_key_value_heads"] * 8 * 4 * (11 + 4 * 12)
 
 

@@ -201,7 +201,7 @@ def assert_likelihoods_agree(
     """
     expected, actual = trained_alike(theirs, ours, steps)
     assert expected["loss"].std() > 1e-3 * expected["loss"].mean(), "nothing was learnt, so nothing was compared"
-    torch.testing.assert_close(actual["loss"], expected["loss"], rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(actual["loss"], expected["loss"], rtol=2e-4, atol=0.0)
     torch.testing.assert_close(actual["grad_norm"], expected["grad_norm"], rtol=1e-3, atol=0.0)
     assert_metrics_agree(actual, expected, near=near, unlike=unlike)
 

@@ -56,6 +56,10 @@ _LATENT = {"num_key_value_heads": 4}
 _DSA = {**_LATENT, "index_n_heads": 16}
 """Of an indexer whose scores are sums over heads of what is above zero. With few heads many sums are zero, and which of
 equal scores `torch.topk` takes depends on the length of the row."""
+_QWEN4 = {
+    **{"layer_types": ["linear_attention", "indexed_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1},
+    **{"indexer_head_dim": 16, "indexer_budget": 64, "indexer_compress_ratio": 4},
+}
 _GEMMA4 = RAGGED["gemma4"][1]
 SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), _LATENT),
@@ -112,6 +116,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {
         **{"layer_types": ["minimax_m3_sparse", "full_attention"], "index_block_size": 4, "index_topk_blocks": 2},
     },
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), _QWEN4),
     "reformer": {
         **{"axial_pos_embds": False, "attention_head_size": 8, "feed_forward_size": 48, "num_buckets": 4},
         **{"attn_layers": ["local", "lsh"], "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "hash_seed": 0},

@@ -102,7 +102,7 @@ def with_column(trainer: LowtideTrainer, dataset: Any, name: str, weights: str) 
     path = _of_first_on_node(path, args)
     known = Path(path).exists() and is_caching_enabled()
     if worst_of_ranks(not known, args.device):  # all compute where one has to
-        own = trainer.site.model if trainer.runner.begun else None  # which is computed as in training then
+        own = cast(Any, trainer).site.model if trainer.runner.begun else None  # which is computed as in training then
         models = [each for each in getattr(trainer.reference, "models", ()) if each is not own]
         with contextlib.nullcontext() if techniques is None else techniques.comparing(models):
             values = _compute(trainer, dataset, limits, training, name)

@@ -10,15 +10,16 @@ from tests.support.packaging import ROOT
 RECORD = {"suite": "test", "date": "2026-11-30", "passed": 1234}
 
 
-def test_the_versions_of_the_suites_that_ci_runs_are_those_that_are_pinned():
+def test_the_versions_that_are_pinned_are_those_that_ci_runs_and_the_last_allowed_was_run():
     text = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = dict(line.split("==") for line in text if "==" in line)
     of_ci = [
         each["suite"] for each in versions.tested()[tuple(versions.minor(pinned[name]) for name in versions.PACKAGES)]
     ]
     assert {name for name, suite in suites.SUITES.items() if suite.in_ci} <= {*of_ci}
-    for package in versions.PACKAGES:
-        assert versions.allowed(package)[-1] == versions.minor(pinned[package]), "the cap is the last that was tested"
+    for number, package in enumerate(versions.PACKAGES):
+        ran = {pair[number] for pair in versions.tested()}
+        assert versions.allowed(package)[-1] in ran, f"{package}: a suite runs the last version that is allowed"
 
 
 def test_the_page_says_what_was_run_and_what_was_not(tmp_path, monkeypatch):

@@ -41,14 +41,16 @@ def asked(vocabulary: int = 32_000) -> tuple[list[list[int]], list[int]]:
 
 
 def ours(prompts: list[list[int]], lengths: list[int], shape: Shape = SHAPE) -> Write:
-    """lowtide's own generator."""
+    """lowtide's own generator, by a copy of the weights as a run that trains all of them makes."""
     from lowtide.engine.forward import install
+    from lowtide.engine.weights.generation_copy import GenerationCopy
     from lowtide.rollout.generators.generator import Request, Sampling
     from lowtide.rollout.generators.ragged import RaggedGenerator
 
     model = build_model(shape)
     install(model)
-    generator = RaggedGenerator(lengths=lambda request, number: lengths[request * COUNT + number])
+    length = lambda request, number: lengths[request * COUNT + number]  # noqa: E731
+    generator = RaggedGenerator(lengths=length, copy=GenerationCopy())
     requests = [Request(prompt, COUNT) for prompt in prompts]
 
     def write_all(temperature: float) -> int:

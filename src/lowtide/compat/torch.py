@@ -364,6 +364,24 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch.ops.aten._foreach_copy_(list(targets), list(sources))
 
 
+def lays_out_weights() -> bool:
+    """Whether this build of torch has products by weights that oneDNN lays out, which inductor has of frozen models."""
+    known = all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
+    return known and torch.backends.mkldnn.is_available()
+
+
+def laid_out_weight(weight: Tensor, rows: int) -> Tensor:
+    """A copy of the weight of a linear layer as oneDNN multiplies it by so many rows, opaque to other operations."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+
+def laid_out_product(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+    """`x W' + bias + onto`, of a weight that is laid out."""
+    if onto is None:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(x, onto, weight, bias, "add")
+
+
 def argument_names(func: Any) -> list[str]:
     """Those of an operation, those by position first."""
     return [each.name for each in func._schema.arguments]

@@ -297,10 +297,8 @@ def _trained(setting: Setting) -> Iterator[Choice]:
 
 
 def _writing(setting: Setting) -> Iterator[Choice]:
-    """What completions are written by: without the copy of the weights that a GPU with room for one has."""
-    if setting.device_kind == "cuda":
-        options = {"generation_weights": "trained"}
-        yield Choice("written by the weights themselves", options, slower=1.1)
+    """What completions are written by: without a copy of the weights, which is made where there is room."""
+    yield Choice("written by the weights themselves", {"generation_weights": "trained"}, slower=1.1)
 
 
 def _keys(setting: Setting, sizes: Sizes) -> Iterator[Choice]:

@@ -16,6 +16,7 @@ from lowtide.engine.weights import generation_copy
 from lowtide.engine.weights.generation_copy import GenerationCopy
 from lowtide.engine.weights.reference_storage import in_4_bits, in_8_bits
 from lowtide.memory.kernels.fused_layers import fuse_layers
+from lowtide.ops import few_rows
 from lowtide.ops.layers.stacks import put_stack_in_4_bits, put_stack_in_float8
 from lowtide.rollout.generators.generator import Completion, Request, Sampling
 from lowtide.rollout.generators.ragged import RaggedGenerator
@@ -76,6 +77,25 @@ def test_masters_are_cast_once(name: str):
     model = prepared(build(name), torch.bfloat16)
     linears = sum(type(module) is nn.Linear for module in model.modules())
     check_same(model, copied=linears)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_weights_in_float32_are_laid_out_for_few_rows(name: str, fused: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(few_rows, "SMALLEST", 1)
+    model = prepared(build(name))
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    rows: list[int] = []
+    product = few_rows.product
+    monkeypatch.setattr(few_rows, "product", lambda x, *of: rows.append(x.numel() // x.shape[-1]) or product(x, *of))
+    undo = fuse_layers(model) if fused else lambda: None
+    expected, found = written(model, None), written(model, made := GenerationCopy())
+    undo()
+    assert rows.count(4) == (SAMPLING.max_new_tokens - 1) * len(linears) + 1  # the head's of the prompts
+    assert token_ids(found) == token_ids(expected)
+    assert far(logprobs(found), logprobs(expected)) <= 1e-6
+    assert made.bytes_of(model) == sum(each.weight.numel() * 4 for each in linears)
+    assert not any(vars(each) for each in model.parameters())
 
 
 def test_masters_are_cast_once_beside_adapters_in_16_bits():

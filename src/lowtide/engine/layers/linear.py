@@ -1,4 +1,5 @@
-"""Lets a model's linear layers compute in numbers of rows that recur, in 16 bits on a CPU (see `ops.narrow_linear`)."""
+"""Lets a model's linear layers compute on a CPU in numbers of rows that recur, in 16 bits (`ops.narrow_linear`), and by
+weights that are laid out for few rows (`ops.few_rows`)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lowtide.ops import few_rows
 from lowtide.ops.narrow_linear import narrow_dtype, narrow_linear
 
 
@@ -25,6 +27,9 @@ def is_as_torch_has_it(layer: nn.Linear) -> bool:
 
 def multiply(self: Any, input: Tensor) -> Tensor:
     """What the forward of a linear layer computes."""
+    laid_out = few_rows.laid_out(input, self.weight)
+    if laid_out is not None:
+        return few_rows.product(input, laid_out, self.bias)
     dtype = narrow_dtype(input, self.weight)
     if dtype is None:
         return nn.Linear.forward(self, input)

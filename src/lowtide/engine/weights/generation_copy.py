@@ -4,7 +4,8 @@ and experts with dense stacks for experts.
 A decode step reads every weight for a few rows, so that whatever is done to a weight before its product costs more than
 the product: a master in float32 is cast to 16 bits, a quantized weight is made dense, an adapter adds two products and
 a sum. Done once, before the first token, each of these leaves one plain product with a dense weight in the dtype of
-products. The copy is made as writing begins and is gone when it ends, before the update.
+products. A weight that is float32 on a CPU has a copy that is laid out for few rows (`ops.few_rows`). The copy is made
+as writing begins and is gone when it ends, before the update.
 
 Casts and dense weights change no product. A merged adapter changes rounding: in float32 as another order of a sum does,
 in 16 bits by more than a young adapter adds to a weight. vLLM and verl (`lora.merge`) write by such weights.
@@ -33,6 +34,7 @@ from lowtide.engine.weights.quantized import (
     multiplied_weight,
     product_dtype,
 )
+from lowtide.ops import few_rows
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.stacks import added, stored_stacks
 
@@ -42,7 +44,7 @@ class StandIn(NamedTuple):
 
     owner: nn.Module
     """The module that it is a child of."""
-    weights: list[nn.Parameter]
+    weights: Sequence[Tensor]
     """Those of the copy alone."""
 
 
@@ -68,29 +70,22 @@ class GenerationCopy:
             model: prepared by `engine.forward.install`, wrapped or not, with whole weights on its device. Adapters
                 that are off stay off.
         """
-        before: list[tuple[_Place, nn.Module | None]] = []
-        made: list[StandIn] = []
-        try:
-            for place in list(self._places(model)):
-                with torch.no_grad():
-                    layer = place.make().train(place.owner.training)
-                before.append((place, children_of(place.owner)[place.name]))
-                children_of(place.owner)[place.name] = layer
-                made.append(StandIn(place.owner, [getattr(layer, name) for name in place.weights]))
-            yield made
-        finally:
-            for place, module in before:
-                children_of(place.owner)[place.name] = module
-            for weight in (each for layer in made for each in layer.weights):
-                weight.data = weight.data.new_empty(0)  # a fused layer remembers the weights that it last ran by
+        with contextlib.ExitStack() as undo:
+            yield [StandIn(place.owner, undo.enter_context(place.taken())) for place in list(self._places(model))]
 
-    def _places(self, model: nn.Module, part: nn.Module | None = None) -> Iterator[_Place]:
+    def _places(self, model: nn.Module, part: nn.Module | None = None) -> Iterator[_Place | _LaidOut]:
         inner: Any = causal_model(model)
         computed_in, stored = vars(inner).get(COMPUTED_IN), embedding_weight(model).dtype
         frozen = {p.dtype for p in inner.parameters() if p.is_floating_point() and not p.requires_grad}
         head, beside = inner.get_output_embeddings(), model_beside(inner)
         products = _Products(self.merges, computed_in, stored, frozen <= {stored}, head, beside)
-        yield from products.places(inner if part is None else part)
+        laid_out: set[Tensor] = set()  # of layers that share one
+        for place in products.places(inner if part is None else part):
+            if isinstance(place, _LaidOut):
+                if place.weight in laid_out:
+                    continue
+                laid_out.add(place.weight)
+            yield place
 
 
 class _Place(NamedTuple):
@@ -103,6 +98,40 @@ class _Place(NamedTuple):
     make: Callable[[], nn.Module]
     weights: Sequence[str] = ("weight",)
     """Their names."""
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[Sequence[Tensor]]:
+        """While it lasts the other stands there, whose own weights are given."""
+        children = children_of(self.owner)
+        before = children[self.name]
+        with torch.no_grad():
+            layer = self.make().train(self.owner.training)
+        weights = [getattr(layer, name) for name in self.weights]
+        children[self.name] = layer
+        try:
+            yield weights
+        finally:
+            children[self.name] = before
+            for weight in weights:
+                weight.data = weight.data.new_empty(0)  # a fused layer remembers the weights that it last ran by
+
+
+class _LaidOut(NamedTuple):
+    """A linear layer whose weight has another layout beside."""
+
+    owner: nn.Module
+    weight: Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Of the layout."""
+        return _size(self.weight.shape, self.weight.dtype)
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[Sequence[Tensor]]:
+        """While it lasts, products of few rows are taken by the layout, which is given."""
+        with few_rows.beside(self.weight) as laid_out:
+            yield [laid_out]
 
 
 class _Products(NamedTuple):
@@ -119,7 +148,7 @@ class _Products(NamedTuple):
     beside: nn.Module | None
     """A model that is trained with it, and does not write."""
 
-    def places(self, owner: nn.Module) -> Iterator[_Place]:
+    def places(self, owner: nn.Module) -> Iterator[_Place | _LaidOut]:
         for name, child in owner.named_children():
             if child is self.beside or is_trained_beside(child):
                 continue  # the latter is a whole head or embedding, or some rows of it
@@ -132,7 +161,7 @@ class _Products(NamedTuple):
             else:
                 yield from self.places(child)
 
-    def _of_adapted(self, owner: nn.Module, name: str, layer: Any) -> Iterator[_Place]:
+    def _of_adapted(self, owner: nn.Module, name: str, layer: Any) -> Iterator[_Place | _LaidOut]:
         """Of a layer with adapters: itself with what is merged into it, or what it is made of."""
         base, lora = layer.base_layer, plain_lora(layer)
         if not isinstance(base, nn.Linear) or isinstance(lora, str) or any(map(has_module_hooks, (layer, base))):
@@ -177,9 +206,15 @@ class _Products(NamedTuple):
         size = sum(_size((stored | plain)[each].shape, dtypes[each]) for each in names)
         yield _Place(owner, name, size, lambda: experts_by(experts, {each: stack(each) for each in names}), names)
 
-    def _of_linear(self, owner: nn.Module, name: str, layer: nn.Linear, is_head: bool = False) -> Iterator[_Place]:
+    def _of_linear(
+        self, owner: nn.Module, name: str, layer: nn.Linear, is_head: bool = False
+    ) -> Iterator[_Place | _LaidOut]:
+        if not self._is_known(layer):
+            return
         dtype = self._dtype_of(layer)
-        if not self._is_known(layer) or (dtype == layer.weight.dtype and not is_quantized(layer.weight)):
+        if dtype == layer.weight.dtype and not is_quantized(layer.weight):
+            if few_rows.is_laid_out_for(layer.weight):
+                yield _LaidOut(owner, layer.weight)
             return
         is_head = is_head or layer is self.head
         yield _Place(owner, name, _bytes(layer, dtype), lambda: self._copied(layer, dtype, is_head=is_head))

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lowtide.compat.torch import copy_each
+from lowtide.ops import few_rows
 from lowtide.ops.layers import float8
 from lowtide.ops.layers.float8 import RowScaled, in_rows
 
@@ -152,6 +153,9 @@ class Projections:
         part, weight = self.parts[number], self._weight(number)
         if isinstance(weight, RowScaled):
             return self._in_float8(x, number, weight, onto, factor)
+        laid_out = None if part.adapter is not None else few_rows.laid_out(x, weight)
+        if laid_out is not None and (onto is None or factor == 1):
+            return few_rows.product(x, laid_out, part.bias, onto)
         start = onto
         if part.bias is not None:
             bias = _in(part.bias, self.dtype)

@@ -35,6 +35,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
+from lowtide.ops import few_rows
 from lowtide.ops.in_place import (
     announce,
     lies_here,
@@ -651,7 +652,10 @@ def _back(slope: Float[Tensor, "rows vocab"], weight: Float[Tensor, "vocab hidde
 
 
 def _in_bands(x: Float[Tensor, "rows hidden"], weight: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "rows vocab"]:
-    """Their product, a band of the weight after the other."""
+    """Their product, by a layout of the weight if it has one, or else a band of it after the other."""
+    laid_out = few_rows.laid_out(x, weight)
+    if laid_out is not None:
+        return few_rows.product(x, laid_out)
     whole = len(weight) // BANDS * BANDS
     if is_mapped(weight):
         product = x.new_empty(len(x), len(weight))

@@ -50,6 +50,12 @@ def noise_text(args: Any, reference: object) -> str:
     )
 
 
+def _whole_text(sharding: Sharding) -> str:
+    """Of a run whose ranks have whole weights each, what else they share."""
+    shared = {"zero1": "; moments in parts (ZeRO-1)", "zero2": "; gradients and moments in parts (ZeRO-2)"}
+    return f"whole on each of {sharding.replicas} ranks{shared.get(sharding.kind, '')}"
+
+
 class StartReport(TrainerCallback):
     """Prints the start-up report and the ledger before the first step, and writes the memory report after the last."""
 
@@ -150,13 +156,13 @@ class StartReport(TrainerCallback):
             return [("weights", f"the layers are split between {stages} ranks (a pipeline){copies}, {held}")]
         if sharding.tensor_parallel > 1:
             return [("weights", self._split_text(sharding))]
-        if sharding.shards == 1:
-            return [("weights", f"whole on each of {sharding.replicas} ranks")] if sharding.replicas > 1 else []
+        if not sharding.cuts_weights:
+            return [("weights", _whole_text(sharding))] if sharding.replicas > 1 else []
         copies = f", {sharding.replicas // sharding.shards} copies" if sharding.hybrid else ""
         where = " in host memory" if sharding.offload_weights else ""
         kept = "" if sharding.reshard else "; kept whole from forward to backward"
-        held = f"{bytes_text(self.states.weights)} a rank{where}"
-        return [("weights", f"sharded over {sharding.shards} ranks (FSDP2){copies}, {held}{kept}")]
+        by, held = "ZeRO-3" if sharding.by_deepspeed else "FSDP2", f"{bytes_text(self.states.weights)} a rank{where}"
+        return [("weights", f"sharded over {sharding.shards} ranks ({by}){copies}, {held}{kept}")]
 
     def _split_text(self, sharding: Sharding) -> str:
         """Where the weights lie of layers that are split."""

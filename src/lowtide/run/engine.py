@@ -28,6 +28,7 @@ from lowtide.engine.over_ranks.splitting import split_over
 from lowtide.engine.probe import Probe, attention_backends, mixing_kernels, probe
 from lowtide.engine.virtual_tokens import IN_LAYERS, kind_of_prompt, prompt_config
 from lowtide.engine.weights.loading import check_adapters, has_adapters, release_file
+from lowtide.engine.weights.quantized import check_sendable
 from lowtide.engine.weights.sharded.fully_shard import shard_model
 from lowtide.engine.weights.sharded.stages import cut_into_stages
 from lowtide.engine.weights.sharded.zero import partition_model
@@ -352,6 +353,7 @@ def _place(model: nn.Module, args: TrainingConfig) -> None:
         cut(model, args)
         return
     if args.sharding.by_deepspeed:
+        check_sendable(model)
         _take_dtype(model, zero_config(model, args))
     placed = getattr(inner, "hf_device_map", None) is not None or getattr(inner, "is_quantized", False)
     if args.place_model_on_device is not False and not placed:  # None is the Trainer's own word for yes

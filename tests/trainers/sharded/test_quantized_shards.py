@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 from lowtide import SFTConfig, SFTTrainer
 from lowtide.compat.deepspeed import is_partitioned
 from lowtide.demo.model import make_tokenizer
-from lowtide.engine.weights.quantized import is_quantized, put_in_float8
+from lowtide.engine.weights.quantized import check_sendable, is_quantized, put_in_float8, put_in_nvfp4
 from lowtide.engine.weights.sharded.split_layers import split_layers
 from tests.support.models.tiny_models import build
 from tests.support.ranks.processes import run_ranks
@@ -118,6 +118,16 @@ def test_parts_that_gpus_cannot_multiply_are_refused():
     ranks, mesh = cast(Any, types.SimpleNamespace(size=2, rank=0)), cast(Any, None)
     with pytest.raises(ValueError, match="of its width 48 each of 2 ranks would have 24, which is no multiple of 16"):
         split_layers(model, ranks, mesh, torch.device("cpu"))
+
+
+def test_weights_that_deepspeed_cannot_send_are_refused():
+    pytest.importorskip("torchao")
+    model: Any = build("llama", intermediate_size=64)
+    put_in_float8(model.model.layers[0].mlp.up_proj, torch.device("cpu"))
+    check_sendable(model)
+    put_in_nvfp4(model.model.layers[1].mlp.up_proj, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight is in torchao's form.*base_dtype='float8'"):
+        check_sendable(model)
 
 
 @pytest.mark.slow

@@ -213,6 +213,21 @@ def check_shardable(model: nn.Module) -> None:
             )
 
 
+def check_sendable(model: nn.Module) -> None:
+    """Refuses quantized weights that DeepSpeed cannot send from the first rank to the others: it views each weight as
+    bytes. Those of bitsandbytes and of FP8 can be.
+
+    Raises:
+        ValueError: weights are in torchao's form.
+    """
+    for name, weight in model.named_parameters():
+        if _is_torchao(weight):
+            raise ValueError(
+                f"DeepSpeed sends the bytes of each weight to all ranks, and {name} is in torchao's form, which "
+                "cannot be read so: take base_dtype='float8' or load_in_4bit=True, or leave `deepspeed` out"
+            )
+
+
 def check_torchao(config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Quantizes a small layer as a `TorchAoConfig` says, before a whole model is loaded so.
 

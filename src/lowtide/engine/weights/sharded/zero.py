@@ -17,7 +17,7 @@ from torch import nn
 
 from lowtide.compat.deepspeed import is_partitioned, partition, staying_gathered
 from lowtide.engine.forward import install
-from lowtide.engine.weights.quantized import is_quantized
+from lowtide.engine.weights.quantized import check_sendable, is_quantized
 from lowtide.engine.weights.sharded import fully_shard
 from lowtide.ops.layers import float8
 from lowtide.ranks.shards import whole_shape
@@ -37,6 +37,7 @@ def partition_model(model: nn.Module, config: Mapping[str, Any], device: torch.d
     Raises:
         ValueError: weights are quantized otherwise than in FP8.
     """
+    check_sendable(model)
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(path, recurse=False):
             if is_quantized(weight) and float8.stored(module, name.rpartition(".")[2]) is None:

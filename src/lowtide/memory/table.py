@@ -249,14 +249,14 @@ def _base_refused(site: Site) -> str | None:
 
 def _products_refused(site: Site) -> str | None:
     options, first = site.options, next(trained_linears(site.model), None)
+    if options.sharding.cuts_weights or options.sharding.by_deepspeed or options.sharding.pipeline_parallel > 1:
+        return "it is built for whole weights on each rank: leave it out, or fsdp, tp_size and their kin"
     if first is None:
         return "no layer has a trained matrix with sizes that are multiples of 16: take base_dtype='float8' with LoRA"
     if not (options.bf16 or first.weight.dtype == torch.bfloat16):
         return "products in 8 bits give bfloat16: set bf16=True"
     if not multiplies_on(first.weight):
         return "this device multiplies no 8-bit floats; NVIDIA's from compute capability 8.9 on do: leave it out"
-    if options.sharding.cuts_weights or options.sharding.by_deepspeed or options.sharding.pipeline_parallel > 1:
-        return "it is built for whole weights on each rank: leave it out, or fsdp, tp_size and their kin"
     return COMPILED_TOO if options.torch_compile else None
 
 

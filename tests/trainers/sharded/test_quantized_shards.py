@@ -118,6 +118,11 @@ def test_parts_that_gpus_cannot_multiply_are_refused():
     ranks, mesh = cast(Any, types.SimpleNamespace(size=2, rank=0)), cast(Any, None)
     with pytest.raises(ValueError, match="of its width 48 each of 2 ranks would have 24, which is no multiple of 16"):
         split_layers(model, ranks, mesh, torch.device("cpu"))
+    pytest.importorskip("torchao")
+    model.model.layers[0].self_attn.q_proj = nn.Linear(*model.model.layers[0].self_attn.q_proj.weight.shape[::-1])
+    put_in_nvfp4(model.model.layers[0].self_attn.q_proj, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"NVFP4Tensor.* Take base_dtype='float8', or leave `tp_size` out"):
+        split_layers(model, ranks, mesh, torch.device("cpu"))
 
 
 def test_weights_that_deepspeed_cannot_send_are_refused():

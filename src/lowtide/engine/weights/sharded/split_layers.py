@@ -36,6 +36,8 @@ from lowtide.ranks.tensor import TensorParallel
 
 HEADS = ("q_proj", "k_proj", "v_proj")
 """Matrices whose outputs are attention heads, of which a rank has whole ones."""
+SHARDS = "shard its weights in place of it (`fsdp=True`)"
+"""What to do with a model that cannot be split."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,8 @@ def _check(model: Any, path: str, module: Any, style: str, ranks: int) -> None:
     stored = isinstance(base, nn.Linear) and float8.stored(base) is not None
     if not isinstance(base, nn.Linear) or (is_quantized(base.weight) and not stored):
         kind = f"{type(base).__name__} with weights of type {type(getattr(base, 'weight', None)).__name__}"
-        raise _refused(model, f"{path} is a {kind}, and nothing but plain matrices and those in FP8 is split")
+        remedy = "take base_dtype='float8', or leave `tp_size` out" if isinstance(base, nn.Linear) else SHARDS
+        raise _refused(model, f"{path} is a {kind}, and nothing but plain matrices and those in FP8 is split", remedy)
     if style == "packed_colwise" and base is not module:
         raise _refused(model, f"{path} packs two matrices and has an adapter, which is not split")
     width = base.weight.shape[STYLES[style].dimension] // STYLES[style].parts
@@ -160,8 +163,7 @@ def _check_adapters(model: Any, path: str, module: Any) -> None:
         raise _refused(model, f"{path} has an adapter of the kind {kind}, and plain LoRA alone is split")
 
 
-def _refused(model: Any, reason: str, divisor: int | None = None) -> ValueError:
-    remedy = "shard its weights in place of it (`fsdp=True`)"
+def _refused(model: Any, reason: str, remedy: str = SHARDS, divisor: int | None = None) -> ValueError:
     if divisor is not None:
         remedy = f"take a `tp_size` that divides {divisor}, or {remedy}"
     return ValueError(

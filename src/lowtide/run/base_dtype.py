@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.compat.peft import adapters_that_read_weights, linears_beside_adapters
 from lowtide.compat.transformers import kept_wide
 from lowtide.engine.forward import causal_model
-from lowtide.engine.weights.loading import has_adapters
+from lowtide.engine.weights.loading import has_adapters, tell_of_whole_experts
 from lowtide.engine.weights.quantized import is_quantized, put_in_float8, put_in_nvfp4
 from lowtide.engine.weights.reference_storage import layer_lists
 from lowtide.memory.options import FLOAT8, NVFP4
@@ -55,6 +55,7 @@ def store_base(model: nn.Module, args: Any) -> None:
         weight: torch.Tensor = getattr(experts, name)
         if wanted == FLOAT8 and not weight.requires_grad and fits(weight[0]):
             put_stack_in_float8(experts, name, args.device)
+    tell_of_whole_experts(model)
 
 
 def _check(model: nn.Module, wanted: str, layers: list[nn.Linear]) -> None:

@@ -4,6 +4,7 @@ weights; what is refused."""
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from safetensors import safe_open
 
 from lowtide import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from lowtide.demo.model import make_model, make_tokenizer
+from lowtide.engine.weights.loading import adapt
 from lowtide.engine.weights.merging import save_merged
 from lowtide.engine.weights.quantized import dense_weight, is_quantized
 from lowtide.ops.layers.float8 import FORMAT, in_rows, stored
+from lowtide.run.base_dtype import store_base
+from tests.support.models.adapted_models import moe
 from tests.support.ranks.processes import run_ranks
 from tests.support.ranks.sharded_training import meeting_place, rank_of
 from tests.support.runs.distilling import losses
@@ -190,3 +194,13 @@ def test_refused(tmp_path):
         trainer(tmp_path, peft=LoraConfig(**LORA, use_dora=True), base_dtype="float8")
     with pytest.raises(ValueError, match="base_dtype='float16'"):
         config(tmp_path, base_dtype="float16")
+
+
+@pytest.mark.parametrize(("kind", "told"), [("float8", False), ("nvfp4", True)])
+def test_experts_that_are_left_whole_are_told(kind: str, told: bool, caplog: pytest.LogCaptureFixture):
+    if kind == "nvfp4":
+        pytest.importorskip("torchao")
+    model = adapt(moe(), LoraConfig(r=2, target_modules=["q_proj"]), gradient_checkpointing=False)
+    store_base(model, SimpleNamespace(base_dtype=kind, device=torch.device("cpu")))
+    assert any(map(is_quantized, model.parameters()))
+    assert ("routed experts are not quantized: experts.down_proj, experts.gate_up_proj" in caplog.text) == told

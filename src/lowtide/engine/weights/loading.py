@@ -203,7 +203,7 @@ def adapt(
             adapted = get_peft_model(base, copy.copy(peft_config))  # the caller's own stays as it is
         if getattr(peft_config, "target_modules", None) == "all-linear":
             _tell_of_frozen_experts(adapted)
-    _tell_of_whole_experts(adapted)
+    tell_of_whole_experts(adapted)
     return adapted
 
 
@@ -306,9 +306,9 @@ def _tell_of_frozen_experts(adapted: nn.Module) -> None:
         )
 
 
-def _tell_of_whole_experts(model: nn.Module) -> None:
-    """Says which experts of a quantized model are not: bitsandbytes in 8 bits and torchao quantize linear layers alone,
-    and some families' experts are not multiplied in groups."""
+def tell_of_whole_experts(model: nn.Module) -> None:
+    """Says which experts of a quantized model are not: bitsandbytes in 8 bits and torchao, of which NVFP4 is, quantize
+    linear layers alone, and some families' experts are not multiplied in groups."""
     weights = dict(model.named_parameters())
     whole = expert_stacks(weights)
     if whole and any(is_quantized(each) for each in weights.values()):

@@ -25,7 +25,7 @@ from lowtide.ops.target import kind_of
 
 FEWEST, MOST = 2, 64
 """Rows. One row's product is that of a matrix and a vector, which reads a weight as it lies."""
-SMALLEST = 1 << 16
+SMALLEST = 3 << 14
 """Numbers of a weight: the product with a smaller one takes less time than the call."""
 ATTRIBUTE = "laid_out"
 """Of a weight: itself, laid out."""

@@ -72,7 +72,7 @@ def test_a_device_whose_kernel_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch,
     def refuses(*given):
         raise RuntimeError("no kernel image")
 
-    for wrong, told in ((sees_all, "is wrong there by"), (refuses, "no kernel image")):
+    for wrong, told in ((sees_all, "since the kernel for it is wrong by"), (refuses, "no kernel image")):
         monkeypatch.setattr(cached_flash, "cuda_flash_of_used", wrong)
         cached_flash.right_on.cache_clear()
         with caplog.at_level(logging.WARNING):

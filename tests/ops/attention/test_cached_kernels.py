@@ -88,11 +88,11 @@ def test_kernels_serve_a_gpu_on_which_they_are_right(monkeypatch: pytest.MonkeyP
     right_on.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert right_on(torch.device("cpu")) is (find_spec("triton") is not None)  # in the interpreter
-    assert ("where its kernels fail" in caplog.text) is (find_spec("triton") is None)
+    assert ("since the kernel for it fails" in caplog.text) is (find_spec("triton") is None)
     right_on.cache_clear()
     monkeypatch.setattr(cached_kernels, "_merge_by_kernel", lambda out, *_: out)
     monkeypatch.setattr(cached_kernels, "_keep_by_kernel", cached_kernels._keep_by_torch)
     with caplog.at_level(logging.WARNING):
         assert not right_on(torch.device("cpu"))
-    assert "where its kernels are wrong by" in caplog.text
+    assert "since the kernel for it is wrong by" in caplog.text
     right_on.cache_clear()

@@ -9,7 +9,7 @@ head here: its queries read its keys once, however many heads share them.
 from __future__ import annotations
 
 import functools
-import logging
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,8 @@ from lowtide.ops.attention.attention_flash import why_not
 from lowtide.ops.attention.attention_plan import Rules, Sight
 from lowtide.ops.attention.cached_attention import gather_from
 from lowtide.ops.target import target_of, without_autocast
+from lowtide.ops.trials import is_right
 
-logger = logging.getLogger(__name__)
 TOLERANCE = 0.05
 """Of outputs and log-sum-exps of bfloat16, from numbers of a normal distribution: some five times what it rounds."""
 
@@ -78,18 +78,10 @@ def right_on(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     key, value = (each.masked_fill(hidden[..., None], 100.0) for each in (key, value))
     bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, torch.finfo(torch.float32).min / 4)[:, None]
     rules = Rules(dim**-0.5)
-    with torch.no_grad(), without_autocast(device):
-        wanted = gather_from(query.float(), key.float(), value.float(), bias, rules)
-        try:
+
+    def trial() -> Iterable[tuple[Tensor, Tensor]]:
+        with torch.no_grad(), without_autocast(device):
             found = gather_used(query, key, value, starts_of(stacks, queries, keys, device), used, rules.scale)
-        except RuntimeError as failure:
-            logger.warning(f"generation attends by written-out scores on {device}, which is slower: {failure}")
-            return False
-    error = max((one.float() - other).abs().max().item() for one, other in zip(found, wanted, strict=True))
-    if error <= TOLERANCE:
-        return True
-    logger.warning(
-        f"generation attends by written-out scores on {device}, which is slower: torch's flash attention with a number "
-        f"of used keys is wrong there by {error:.2g}"
-    )
-    return False
+            return zip(found, gather_from(query.float(), key.float(), value.float(), bias, rules), strict=True)
+
+    return is_right(trial, TOLERANCE, f"generation attends by written-out scores on {device}, which is slower")

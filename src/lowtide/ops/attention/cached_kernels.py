@@ -11,9 +11,7 @@ with rows that nobody reads where prompts have unlike numbers of completions.
 from __future__ import annotations
 
 import functools
-import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +22,8 @@ from lowtide.ops.attention.cached_attention import Rotary
 from lowtide.ops.layers import layer_kernels
 from lowtide.ops.layers.layer_kernels import next_power, rotate_
 from lowtide.ops.target import target_of
+from lowtide.ops.trials import is_right
 
-logger = logging.getLogger(__name__)
 ROWS = 16
 """Of a program that merges."""
 TOLERANCE = 0.1
@@ -140,16 +138,11 @@ def _merge_by_kernel(out: Tensor, lse: Tensor, others: Gathered, grouping: Group
 @functools.cache
 def right_on(device: torch.device) -> bool:
     """Whether the kernels give what their plain twins give; says so if not."""
-    try:
-        found, expected = (_tried(device, *each) for each in ((_keep_by_kernel, _merge_by_kernel), TWINS))
-        error = max((one.float() - two.float()).abs().max().item() for one, two in zip(found, expected, strict=True))
-        why = f"are wrong by {error:.2g}"
-    except Exception as failure:  # Triton's compiler has errors of its own, by card and version
-        error, why = math.inf, f"fail with {type(failure).__name__}: {failure}"
-    if error <= TOLERANCE:
-        return True
-    logger.warning(f"generation runs by torch's operations around attention on {device}, where its kernels {why}")
-    return False
+
+    def trial() -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(*(_tried(device, *each) for each in ((_keep_by_kernel, _merge_by_kernel), TWINS)), strict=True)
+
+    return is_right(trial, TOLERANCE, f"generation runs by torch's operations around attention on {device}")
 
 
 TWINS = _keep_by_torch, _merge_by_torch

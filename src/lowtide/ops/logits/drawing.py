@@ -7,8 +7,8 @@ top-p look at so many of the likeliest entries, and sort all only where these do
 from __future__ import annotations
 
 import functools
-import logging
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,8 @@ from lowtide.ops.counter_random import uniforms
 from lowtide.ops.layers import layer_kernels
 from lowtide.ops.layers.layer_kernels import next_power
 from lowtide.ops.target import target_of
+from lowtide.ops.trials import is_right
 
-logger = logging.getLogger(__name__)
 BLOCK = 256
 """Entries that are summed before the blocks are searched: about the root of a vocabulary."""
 SPARE = 32
@@ -29,6 +29,8 @@ CANDIDATES = 256
 """Candidates that top-p looks at before it sorts all."""
 COLUMNS = 4096
 """Of a row that a program of the kernel reads at a time."""
+TOLERANCE = 1e-4
+"""Of log-probabilities, and of sums of probabilities."""
 
 
 class Picked(NamedTuple):
@@ -97,23 +99,27 @@ def serves(scores: Tensor) -> bool:
 
 @functools.cache
 def right_on(device: torch.device) -> bool:
-    """Whether the kernel picks what torch's operations do; says so if not."""
+    """Whether the kernel picks what it should; says so if not."""
+    return is_right(
+        lambda: _tried(device), TOLERANCE, f"generation draws by torch's operations on {device}, which is slower"
+    )
+
+
+def _tried(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of a few rows, what is picked, and what should be: drawn entries are those up to which the probabilities pass a
+    number, to rounding."""
     rows, generator = 64, torch.Generator().manual_seed(0)
     scores = (3 * torch.randn(rows, 2 * COLUMNS + 77, generator=generator)).to(device)
     numbers = torch.arange(rows, device=device)
-    try:
-        pairs = [
-            (_pick(scores, numbers * 977, numbers), _drawn_by_torch(scores, numbers * 977, numbers)),
-            (_pick(scores), _likeliest_by_torch(scores.clone())),
-        ]
-        right = all(torch.equal(one.places, two.places) for one, two in pairs)
-        right = right and all(torch.allclose(one.logprobs, two.logprobs, atol=1e-4) for one, two in pairs)
-        why = "picks other entries"
-    except Exception as failure:  # Triton's compiler has errors of its own, by card and version
-        right, why = False, f"fails with {type(failure).__name__}: {failure}"
-    if not right:
-        logger.warning(f"generation draws by torch's operations on {device}, where its kernel {why}")
-    return right
+    keys, probabilities = numbers * 977, torch.softmax(scores.double(), -1)
+    picked = _pick(scores, keys, numbers)
+    inside = picked.places.clamp(0, scores.shape[1] - 1)
+    own, upto = (each.gather(1, inside[:, None])[:, 0] for each in (probabilities, probabilities.cumsum(-1)))
+    uniform = uniforms(keys, numbers).double()
+    yield picked.places, inside
+    yield uniform, uniform.clamp(upto - own, upto)
+    yield picked.logprobs, own.log()
+    yield from zip(_pick(scores), _likeliest_by_torch(scores.clone()), strict=True)
 
 
 def draw(probabilities: Float[Tensor, "rows entries"], uniform: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:

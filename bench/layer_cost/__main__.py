@@ -15,10 +15,15 @@ from typing import Any, NamedTuple
 
 from bench.inputs.hybrid import ATTENTION, HYBRID, RECURRENT
 from bench.layer_cost.host import host_cost
+from bench.measuring import results
 
 SUMMARY = "Count what a decoder layer costs on a GPU: operations, bytes, products, from the planner's trace."
 TOKENS = 1024
 RANK = 16
+LAYERS = {"lowtide": True, "lowtide-stock": False}
+"""Contestants of `bench.side_by_side`, and whether their layers are fused."""
+MOST_OFF = 0.15
+"""By which a predicted step may be off."""
 
 
 class Case(NamedTuple):
@@ -120,15 +125,51 @@ def _run(case: Case, device: Any, options: dict[str, Any]) -> Any:
     return run.faked(row_lengths(f"{TOKENS}x{case.rows}", method).rows(), options)
 
 
+class Recorded(NamedTuple):
+    """A step that a GPU made, and what is predicted of it."""
+
+    run: str
+    gpu: str
+    measured_seconds: float
+    predicted_seconds: float
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+def recorded() -> list[Recorded]:
+    """The steps of equal rows that lowtide made in `bench.side_by_side`, predicted by this version's trace."""
+    found = []
+    for record in (each for each in results.recorded() if each["kind"] == results.SIDE_BY_SIDE):
+        gpu = record["hardware"]["gpu"]
+        for run, figures in record["runs"].items():
+            case, who = run.split(", ")
+            if case in CASES and who in LAYERS and figures.get("equal_tokens_per_second"):
+                measured = CASES[case].rows * TOKENS / figures["equal_tokens_per_second"]
+                found.append(Recorded(run, gpu, measured, _predicted(case, gpu, LAYERS[who])))
+    return found
+
+
+def _predicted(case: str, gpu: str, fused: bool) -> float:
+    return layer_cost(case, gpu.removeprefix("NVIDIA ").lower(), fused_layers=fused)["predicted_seconds"]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Traces and prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.layer_cost", description=SUMMARY)
-    parser.add_argument("case", choices=CASES)
+    parser.add_argument("case", choices=CASES, nargs="?")
     parser.add_argument("--device", default="h200", help="whose rates the seconds are of (default: h200)")
     parser.add_argument("--stock", action="store_true", help="layers as transformers and PEFT have them, not fused")
     parser.add_argument("--host", action="store_true", help="time the host's part instead, beside layers as they were")
+    parser.add_argument("--recorded", action="store_true", help="predict the steps that were measured on a GPU instead")
     parser.add_argument("--json", action="store_true", help="print one object")
     options = parser.parse_args(argv)
+    if options.recorded:
+        return _report(recorded(), as_json=options.json)
+    if options.case is None:
+        parser.error(f"name a case ({', '.join(CASES)}), or take --recorded")
     try:
         if options.host:
             found = host_cost(CASES[options.case].adapters)
@@ -142,6 +183,16 @@ def main(argv: list[str] | None = None) -> int:
         for figure, value in found.items():
             print(f"{figure} {value:.4g}")
     return 0
+
+
+def _report(steps: list[Recorded], *, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps({step.run: step._asdict() | {"error": step.error} for step in steps}))
+    else:
+        for step in steps:
+            seconds = f"measured {step.measured_seconds:.3f} s, predicted {step.predicted_seconds:.3f} s"
+            print(f"{step.run} on {step.gpu}: {seconds}, {step.error:+.0%}")
+    return 0 if all(abs(step.error) <= MOST_OFF for step in steps) else 1
 
 
 if __name__ == "__main__":

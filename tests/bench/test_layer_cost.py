@@ -1,8 +1,11 @@
 """What a decoder layer costs on a GPU, as the planner traces it: the figures are kept here."""
 
+import json
+
 import pytest
 
-from bench.layer_cost.__main__ import CASES, layer_cost
+from bench.layer_cost import __main__ as command
+from bench.layer_cost.__main__ import CASES, layer_cost, main
 
 STOCK = {
     "llama-8b-lora": (274, 80.6, 711.3, 745.7, 1.67),
@@ -46,3 +49,38 @@ def test_figures_of_layers_as_they_were_and_fused(case, fused):
 def test_a_device_that_is_no_gpu_is_refused():
     with pytest.raises(ValueError, match="name a GPU, such as h200"):
         layer_cost("llama-8b-lora", "cpu")
+
+
+def test_recorded_steps_are_compared_with_what_is_predicted(monkeypatch: pytest.MonkeyPatch, capsys):
+    kind = {"kind": "side by side", "hardware": {"gpu": "NVIDIA H200"}}
+    runs = {
+        "llama-8b-lora, lowtide": {"equal_tokens_per_second": 16384},
+        "llama-8b-qlora, lowtide-stock": {"equal_tokens_per_second": 2048},
+        "llama-8b-lora, unsloth-packing": {"equal_tokens_per_second": 11033},
+    }
+    monkeypatch.setattr(command.results, "recorded", lambda: [kind | {"runs": runs}, {"kind": "large"}])
+    asked: list[object] = []
+
+    def predicts(seconds: float):
+        def cost(*of: object, **options: object) -> dict[str, float]:
+            asked.append((*of, options))
+            return {"predicted_seconds": seconds}
+
+        monkeypatch.setattr(command, "layer_cost", cost)
+
+    predicts(1.1)
+    assert main(["--recorded", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert asked == [
+        ("llama-8b-lora", "h200", {"fused_layers": True}),
+        ("llama-8b-qlora", "h200", {"fused_layers": False}),
+    ]
+    assert {run: each["error"] for run, each in found.items()} == {
+        "llama-8b-lora, lowtide": pytest.approx(0.1),
+        "llama-8b-qlora, lowtide-stock": pytest.approx(-0.45),
+    }
+    runs.pop("llama-8b-qlora, lowtide-stock")
+    assert main(["--recorded"]) == 0
+    assert capsys.readouterr().out == (
+        "llama-8b-lora, lowtide on NVIDIA H200: measured 1.000 s, predicted 1.100 s, +10%\n"
+    )

@@ -153,12 +153,12 @@ class Projections:
         part, weight = self.parts[number], self._weight(number)
         if isinstance(weight, RowScaled):
             return self._in_float8(x, number, weight, onto, factor)
+        bias = None if part.bias is None else _in(part.bias, self.dtype)
         laid_out = None if part.adapter is not None else few_rows.laid_out(x, weight)
         if laid_out is not None and (onto is None or factor == 1):
-            return few_rows.product(x, laid_out, part.bias, onto)
+            return few_rows.product(x, laid_out, bias, onto)
         start = onto
-        if part.bias is not None:
-            bias = _in(part.bias, self.dtype)
+        if bias is not None:
             start = bias if onto is None else torch.add(onto, bias, alpha=factor)
         if part.adapter is None:
             return x @ weight.t() if start is None else torch.addmm(start, x, weight.t(), alpha=factor)

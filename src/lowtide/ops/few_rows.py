@@ -56,11 +56,13 @@ def beside(weight: Float[Tensor, "outputs inputs"]) -> Iterator[Tensor]:
         delattr(weight, ATTRIBUTE)
 
 
-def laid_out(x: Float[Tensor, "*rows inputs"], weight: Tensor) -> Tensor | None:
-    """The layout of a weight that a product of such rows is taken by; None: by the weight as it lies."""
+def laid_out(x: Tensor, weight: Tensor) -> Tensor | None:
+    """The layout of a weight [outputs, inputs] that a product of rows [.., inputs] is taken by; None: by the weight as
+    it lies. Compiled layers ask, too."""
     found = getattr(weight, ATTRIBUTE, None)
-    fits = found is not None and found.is_mkldnn and FEWEST <= x.numel() // x.shape[-1] <= MOST
-    return found if fits and x.dtype == torch.float32 else None
+    if found is None or not found.is_mkldnn or x.dtype != torch.float32:
+        return None
+    return found if FEWEST <= x.numel() // x.shape[-1] <= MOST else None
 
 
 def product(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 
 from docs_site.matrix_table import words_of
 from lowtide.methods import METHODS
@@ -49,4 +50,7 @@ def test_the_page_has_no_other_rows():
 
 @pytest.mark.parametrize(("kind", "first", "second"), slow_or_sweep(PAIRS, PAIRS[::32]))
 def test_two_techniques_together(kind, first, second):
+    if any(name.startswith("compiled layers") for name in (first, second)):
+        # else a layer is recomputed by a graph of an earlier test, which keeps other tensors (pytorch/pytorch#166926)
+        torch._dynamo.reset()
     check_pair(kind, TECHNIQUES[first], TECHNIQUES[second])

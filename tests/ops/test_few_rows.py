@@ -31,9 +31,8 @@ def test_a_product_is_near_to_float64_and_changes_nothing_that_it_takes(rows, sh
 
     kept = [None if each is None else each.clone() for each in (x, weight, bias, onto)]
     with few_rows.beside(weight):
-        found = few_rows.laid_out(x, weight)
-        assert found is not None
-        out = few_rows.product(x, found, bias, onto)
+        out = few_rows.product(x, weight, bias, onto)
+        assert out is not None
     exact = plain(torch.float64)
     assert far(out, exact) <= 3 * far(plain(torch.float32), exact)
     assert all(each is None or torch.equal(each, now) for each, now in zip(kept, (x, weight, bias, onto), strict=True))
@@ -43,15 +42,15 @@ def test_a_product_is_near_to_float64_and_changes_nothing_that_it_takes(rows, sh
 def test_one_row_and_many_are_multiplied_by_the_weight_as_it_lies(rows: int, by_layout: bool):
     weight = drawn(300, 300)
     with few_rows.beside(weight):
-        assert (few_rows.laid_out(drawn(rows, 300), weight) is not None) == by_layout
-        assert few_rows.laid_out(drawn(rows, 300).double(), weight) is None
+        assert (few_rows.product(drawn(rows, 300), weight) is not None) == by_layout
+        assert few_rows.product(drawn(rows, 300).double(), weight) is None
 
 
 def test_a_layout_is_gone_with_what_it_was_made_for():
     weight = torch.nn.Parameter(drawn(300, 300))
     with pytest.raises(RuntimeError), few_rows.beside(weight):
         raise RuntimeError
-    assert few_rows.laid_out(drawn(8, 300), weight) is None
+    assert few_rows.product(drawn(8, 300), weight) is None
     assert vars(weight) == {}
 
 

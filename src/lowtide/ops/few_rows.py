@@ -56,24 +56,18 @@ def beside(weight: Float[Tensor, "outputs inputs"]) -> Iterator[Tensor]:
         delattr(weight, ATTRIBUTE)
 
 
-def laid_out(x: Tensor, weight: Tensor) -> Tensor | None:
-    """The layout of a weight [outputs, inputs] that a product of rows [.., inputs] is taken by; None: by the weight as
-    it lies. Compiled layers ask, too."""
-    found = getattr(weight, ATTRIBUTE, None)
-    if found is None or not found.is_mkldnn or x.dtype != torch.float32:
-        return None
-    return found if FEWEST <= x.numel() // x.shape[-1] <= MOST else None
-
-
-def product(
-    x: Float[Tensor, "*rows inputs"],
-    weight: Tensor,
-    bias: Float[Tensor, " outputs"] | None = None,
-    onto: Float[Tensor, "*rows outputs"] | None = None,
-) -> Float[Tensor, "*rows outputs"]:
-    """`x W' + bias + onto`, without a gradient.
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor | None:
+    """`x W' + bias + onto`, [.., outputs], by the layout of the weight and without a gradient; None where the weight is
+    multiplied as it lies. Compiled layers ask, too.
 
     Args:
-        weight: laid out.
+        x: [.., inputs].
+        weight: [outputs, inputs].
+        bias: [outputs].
+        onto: [.., outputs].
     """
-    return laid_out_product(x, weight, bias, onto)
+    laid_out = getattr(weight, ATTRIBUTE, None)
+    if laid_out is None or not laid_out.is_mkldnn or x.dtype != torch.float32:
+        return None
+    few = FEWEST <= x.numel() // x.shape[-1] <= MOST
+    return laid_out_product(x, laid_out, bias, onto) if few else None

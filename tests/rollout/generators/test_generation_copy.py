@@ -86,8 +86,9 @@ def test_weights_in_float32_are_laid_out_for_few_rows(name: str, fused: bool, mo
     model = prepared(build(name))
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     rows: list[int] = []
-    product = few_rows.product
-    monkeypatch.setattr(few_rows, "product", lambda x, *of: rows.append(x.numel() // x.shape[-1]) or product(x, *of))
+    product = few_rows.laid_out_product
+    watched = lambda x, *of: rows.append(x.numel() // x.shape[-1]) or product(x, *of)  # noqa: E731
+    monkeypatch.setattr(few_rows, "laid_out_product", watched)
     undo = fuse_layers(model) if fused else lambda: None
     expected, found = written(model, None), written(model, made := GenerationCopy())
     undo()

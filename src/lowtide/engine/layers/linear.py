@@ -27,9 +27,9 @@ def is_as_torch_has_it(layer: nn.Linear) -> bool:
 
 def multiply(self: Any, input: Tensor) -> Tensor:
     """What the forward of a linear layer computes."""
-    laid_out = few_rows.laid_out(input, self.weight)
-    if laid_out is not None:
-        return few_rows.product(input, laid_out, self.bias)
+    found = few_rows.product(input, self.weight, self.bias)
+    if found is not None:
+        return found
     dtype = narrow_dtype(input, self.weight)
     if dtype is None:
         return nn.Linear.forward(self, input)

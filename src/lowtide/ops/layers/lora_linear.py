@@ -154,9 +154,9 @@ class Projections:
         if isinstance(weight, RowScaled):
             return self._in_float8(x, number, weight, onto, factor)
         bias = None if part.bias is None else _in(part.bias, self.dtype)
-        laid_out = None if part.adapter is not None else few_rows.laid_out(x, weight)
-        if laid_out is not None and (onto is None or factor == 1):
-            return few_rows.product(x, laid_out, bias, onto)
+        plain = part.adapter is None and (onto is None or factor == 1)
+        if plain and (found := few_rows.product(x, weight, bias, onto)) is not None:
+            return found
         start = onto
         if bias is not None:
             start = bias if onto is None else torch.add(onto, bias, alpha=factor)

@@ -653,9 +653,9 @@ def _back(slope: Float[Tensor, "rows vocab"], weight: Float[Tensor, "vocab hidde
 
 def _in_bands(x: Float[Tensor, "rows hidden"], weight: Float[Tensor, "vocab hidden"]) -> Float[Tensor, "rows vocab"]:
     """Their product, by a layout of the weight if it has one, or else a band of it after the other."""
-    laid_out = few_rows.laid_out(x, weight)
-    if laid_out is not None:
-        return few_rows.product(x, laid_out)
+    found = few_rows.product(x, weight)
+    if found is not None:
+        return found
     whole = len(weight) // BANDS * BANDS
     if is_mapped(weight):
         product = x.new_empty(len(x), len(weight))

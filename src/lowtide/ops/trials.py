@@ -12,7 +12,21 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from lowtide.ops.target import target_of
+
 logger = logging.getLogger(__name__)
+
+
+def computes(x: Tensor, right_on: Callable[[torch.device], bool]) -> bool:
+    """Whether a kernel of CUDA computes on a tensor, or would on the device that a plan is for.
+
+    Args:
+        right_on: whether it is right on a GPU; asked of one that is there, which is tried once and waited for then.
+    """
+    target = target_of(x)
+    if target.kind != "cuda" or x.dtype == torch.float64:
+        return False
+    return target.planned or right_on(x.device)
 
 
 def is_right(trial: Callable[[], Iterable[tuple[Tensor, Tensor]]], tolerance: float, otherwise: str) -> bool:

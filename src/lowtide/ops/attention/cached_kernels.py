@@ -21,8 +21,7 @@ from torch import Tensor
 from lowtide.ops.attention.cached_attention import Rotary
 from lowtide.ops.layers import layer_kernels
 from lowtide.ops.layers.layer_kernels import next_power, rotate_
-from lowtide.ops.target import target_of
-from lowtide.ops.trials import is_right
+from lowtide.ops.trials import computes, is_right
 
 ROWS = 16
 """Of a program that merges."""
@@ -54,12 +53,8 @@ class Kept(NamedTuple):
 
 
 def serves(x: Tensor) -> bool:
-    """Whether kernels compute on a tensor, or would on the device that a plan is for. A GPU is tried once on numbers of
-    its own, and waited for then."""
-    target = target_of(x)
-    if target.kind != "cuda" or x.dtype == torch.float64:
-        return False
-    return target.planned or right_on(x.device)
+    """Whether kernels compute on a tensor: see `trials.computes`."""
+    return computes(x, right_on)
 
 
 def turn_and_keep(

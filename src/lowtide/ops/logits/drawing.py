@@ -18,8 +18,7 @@ from torch import Tensor
 from lowtide.ops.counter_random import uniforms
 from lowtide.ops.layers import layer_kernels
 from lowtide.ops.layers.layer_kernels import next_power
-from lowtide.ops.target import target_of
-from lowtide.ops.trials import is_right
+from lowtide.ops.trials import computes, is_right
 
 BLOCK = 256
 """Entries that are summed before the blocks are searched: about the root of a vocabulary."""
@@ -89,12 +88,8 @@ def _pick(scores: Tensor, keys: Tensor | None = None, counters: Tensor | None = 
 
 
 def serves(scores: Tensor) -> bool:
-    """Whether a kernel picks, or would on the device that a plan is for. A GPU is tried once on numbers of its own, and
-    waited for then."""
-    target = target_of(scores)
-    if target.kind != "cuda" or scores.dtype == torch.float64:
-        return False
-    return target.planned or right_on(scores.device)
+    """Whether a kernel picks: see `trials.computes`."""
+    return computes(scores, right_on)
 
 
 @functools.cache

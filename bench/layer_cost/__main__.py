@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from bench.inputs.hybrid import ATTENTION, HYBRID, RECURRENT
 from bench.layer_cost.host import host_cost
 from bench.measuring import results
+from bench.side_by_side.cases import CONTESTANTS
 
 SUMMARY = "Count what a decoder layer costs on a GPU: operations, bytes, products, from the planner's trace."
 TOKENS = 1024
 RANK = 16
-LAYERS = {"lowtide": True, "lowtide-stock": False}
-"""Contestants of `bench.side_by_side`, and whether their layers are fused."""
+RECORDED = ("lowtide", "lowtide-stock")
+"""Contestants of `bench.side_by_side` whose steps are predicted."""
 MOST_OFF = 0.15
 """By which a predicted step may be off."""
 
@@ -146,14 +147,11 @@ def recorded() -> list[Recorded]:
         gpu = record["hardware"]["gpu"]
         for run, figures in record["runs"].items():
             case, who = run.split(", ")
-            if case in CASES and who in LAYERS and figures.get("equal_tokens_per_second"):
+            if case in CASES and who in RECORDED and figures.get("equal_tokens_per_second"):
                 measured = CASES[case].rows * TOKENS / figures["equal_tokens_per_second"]
-                found.append(Recorded(run, gpu, measured, _predicted(case, gpu, LAYERS[who])))
+                cost = layer_cost(case, gpu.removeprefix("NVIDIA ").lower(), **CONTESTANTS[who].flags)
+                found.append(Recorded(run, gpu, measured, cost["predicted_seconds"]))
     return found
-
-
-def _predicted(case: str, gpu: str, fused: bool) -> float:
-    return layer_cost(case, gpu.removeprefix("NVIDIA ").lower(), fused_layers=fused)["predicted_seconds"]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,8 +49,9 @@ def ours(prompts: list[list[int]], lengths: list[int], shape: Shape = SHAPE) -> 
 
     model = build_model(shape)
     install(model)
-    length = lambda request, number: lengths[request * COUNT + number]  # noqa: E731
-    generator = RaggedGenerator(lengths=length, copy=GenerationCopy())
+    generator = RaggedGenerator(
+        lengths=lambda request, number: lengths[request * COUNT + number], copy=GenerationCopy()
+    )
     requests = [Request(prompt, COUNT) for prompt in prompts]
 
     def write_all(temperature: float) -> int:
